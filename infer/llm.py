@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 import numpy as np
@@ -480,17 +480,35 @@ class LLM:
     def encode(self, prompt: Prompt, /, **template_args: Any) -> list[int]:
         """The token ids of a prompt, as `generate` takes it. template_args: of a chat, as for
         `Tokenizer.encode_chat`: add_generation_prompt, continue_final_message, tools, …"""
+        return [*chain.from_iterable(self.encode_pieces(prompt, template_args))]
+
+    def encode_pieces(
+        self,
+        prompt: Prompt,
+        template_args: Mapping[str, Any],
+        add_special_tokens: bool = True,
+    ) -> Iterator[list[int]]:
+        """As `encode`, of a long prompt a piece at a time: see `Tokenizer.encode_pieces`.
+
+        add_special_tokens: those that a text begins and ends with.
+        """
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
+            yield from self.tokenizer.encode_pieces(prompt, add_special_tokens)
+            return
         several = isinstance(prompt, Iterable) and getattr(prompt, "ndim", 1) > 0
         if several and not isinstance(prompt, Mapping | bytes | bytearray | memoryview):
             items: list[Any] = list(prompt)
             if set(map(type, items)) <= {int}:
-                return items
+                yield items
+                return
             if items and all(isinstance(item, Mapping) for item in items):
-                return self.tokenizer.encode_chat(items, **template_args)
+                text = self.tokenizer.render_chat(items, **template_args)
+                yield []  # that took its time, too
+                yield from self.tokenizer.encode_pieces(text, add_special_tokens=False)
+                return
             if all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in items):
-                return [int(item) for item in items]
+                yield [int(item) for item in items]
+                return
         raise RequestError("A prompt is text, a list of token ids, or a list of chat messages.")
 
     def decode(self, ids: int | Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -667,12 +685,14 @@ class LLM:
             thinking = parser is not None and parser.is_thinking
             pieces = Pieces(text) if parser is None else parser.add(text)
             if parser is not None and token is None:
-                pieces += parser.finish()
+                pieces += parser.finish(cut=result.finish_reason == "length")
             thinking |= parser is not None and parser.is_thinking
             result.text += pieces.text
             result.reasoning += pieces.reasoning
             result.reasoning_tokens += thinking and token is not None
             add_deltas(result.tool_calls, pieces.tool_calls)
+            if parser is not None and parser.unfinished is not None:
+                del result.tool_calls[parser.unfinished :]
             return Chunk(pieces.text, token, logprob, pieces.reasoning, tuple(pieces.tool_calls))
 
         result.logprobs = None if params.logprobs is None else []

@@ -46,13 +46,52 @@ def kv_bytes_per_position(model: Decoder, dtype: str) -> int:
     return sum(kv_cache_bytes(shape, PAGE, dtype) for shape in model.config.kv_shapes) // PAGE
 
 
-def _largest(model: Decoder, dtype: str) -> tuple[str, int]:
-    """What the largest buffer that grows with the context is of, and its bytes for a page."""
+@dataclass(frozen=True)
+class _Growing:
+    """A buffer that grows with the context: what it holds, how many pages, and a page's bytes.
+    besides: the pages that it has beside those of one context. shared: by all answers."""
+
+    what: str
+    pages: int
+    page_bytes: int
+    besides: int
+    shared: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.pages * self.page_bytes
+
+    def too_large(self, options: EngineOptions, gpu: AdapterInfo, binding: int) -> OutOfMemoryError:
+        """What is said where one binding does not hold it."""
+        needed = (
+            f"{self.nbytes:,} bytes of {self.what}; one binding of {gpu.name} holds {binding:,}"
+        )
+        pages = binding // self.page_bytes
+        if not self.shared:
+            return OutOfMemoryError(
+                f"A context of {options.context:,} positions needs {needed}. Ask for a context of "
+                f"at most {max(0, pages - self.besides) * PAGE:,} positions (--context)."
+            )
+        return OutOfMemoryError(
+            f"A KV cache of {self.pages * PAGE:,} positions in all, for {options.max_batch} "
+            f"answers at once, each with a context of up to {options.context:,} positions, needs "
+            f"{needed}, which is {pages * PAGE:,} positions in all. Ask for fewer answers at once, "
+            "a smaller context (--context) or less memory for the cache."
+        )
+
+
+def _largest(model: Decoder, options: EngineOptions, whose: str = "") -> _Growing:
+    """The largest buffer that grows with the context."""
     c = model.config
-    keys = [keys_bytes(shape, PAGE, dtype) for shape in c.kv_shapes]
-    tables = [table_bytes(rope, PAGE) for rope in (c.rope, c.local_rope) if rope is not None]
-    found = {"keys in each layer": max(keys, default=0), "rotary positions": max(tables)}
-    return max(found.items(), key=lambda entry: entry[1])
+    keys = max((keys_bytes(shape, PAGE, options.kv_dtype) for shape in c.kv_shapes), default=0)
+    table = max(table_bytes(rope, PAGE) for rope in (c.rope, c.local_rope) if rope is not None)
+    own = -(-options.context // PAGE)
+    shared = options.max_batch > 1 or options.cache_positions is not None
+    found = (
+        _Growing(f"keys in each layer{whose}", options.pages, keys, options.pages - own, shared),
+        _Growing(f"rotary positions{whose}", own, table, 0, shared=False),
+    )
+    return max(found, key=lambda growing: growing.nbytes)
 
 
 def default_context(model: Decoder) -> int:
@@ -149,15 +188,13 @@ class MemoryCount:
         gpu = self.gpu
         assert gpu is not None
         free = memory_info(gpu).free
-        what, of_page = _largest(self.model, options.kv_dtype)
-        if self.draft is not None:
-            own, nbytes = _largest(self.draft.model, options.kv_dtype)
-            if nbytes > of_page:
-                what, of_page = f"{own} of the draft model", nbytes
         binding = min(self.limits.max_binding, self.limits.max_buffer)
         while True:
-            largest = options.pages * of_page
-            fits_binding = largest <= binding
+            largest = _largest(self.model, options)
+            if self.draft is not None:
+                drafting = _largest(self.draft.model, options, " of the draft model")
+                largest = max(largest, drafting, key=lambda growing: growing.nbytes)
+            fits_binding = largest.nbytes <= binding
             least = self._weight_bytes + self._kv_bytes(options)  # to build no engine in vain
             fewer = "max_batch" in may_shrink and options.max_batch > 1
             if fits_binding and (free is None or least <= free):
@@ -173,18 +210,16 @@ class MemoryCount:
                 break
             options = replace(options, context=options.context // 2)
         if not fits_binding:
-            raise OutOfMemoryError(
-                f"A context of {options.context} positions needs {largest:,} bytes of {what}; one "
-                f"binding of {gpu.name} holds {binding:,}. "
-                f"Ask for at most {binding // of_page * PAGE} (--context)."
-            )
+            raise largest.too_large(options, gpu, binding)
         need = self.needed(options)
-        positions = options.context if options.max_batch == 1 else options.pages * PAGE
+        positions = f"{options.context:,} positions"
+        if options.max_batch > 1:
+            positions = f"{options.pages * PAGE:,} positions of {options.max_batch} answers in all"
         of_draft = "" if self.draft is None else ", the draft model's included"
         quantized = any(weight.stored.dtype in QUANTIZED for weight in self.plan.weights)
         raise OutOfMemoryError(
             f"The model needs {need.total:,} bytes ({need.weights:,} of weights, "
-            f"{need.kv_cache:,} of KV cache for {positions} positions, {need.other:,} "
+            f"{need.kv_cache:,} of KV cache for {positions}, {need.other:,} "
             f"besides{of_draft}); {gpu.name} has {free:,} free. A smaller context (--context), "
             f"{'' if quantized else 'quantised weights (--quantize), '}a smaller model or another "
             "device (--device) would help."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,7 +12,9 @@ from infer.engine.constraint import WHITESPACE, schema_error
 from infer.kernels.errors import RequestError
 from infer.sampling import SamplingParams
 from infer.text.answer import PROMPT_END, AnswerParser, AnswerStyle, answer_style
+from infer.text.argument_grammars import escaped
 from infer.text.chat import choose_template
+from infer.text.schemas import loose_argument_ways
 from infer.text.tokenizer import Tokenizer
 from infer.text.tool_grammars import answer_grammar
 from infer.text.tools import Tools
@@ -23,8 +24,8 @@ _MOST = 1 << 16  # characters of the schema of a function's arguments
 
 @dataclass(frozen=True)
 class Reading:
-    """thinking: the prompt has begun the thought. may_think: the answer may begin one. keep:
-    special tokens that the text needs."""
+    """thinking: the prompt has begun the thought. may_think: the answer may begin one. keep: the
+    tokens in markers of the style, which the text needs."""
 
     style: AnswerStyle
     tools: Tools
@@ -32,6 +33,7 @@ class Reading:
     may_think: bool
     keep: frozenset[int]
     special_tokens: Mapping[str, int]
+    text_tokens: Mapping[str, int]
     ends: frozenset[int]
 
     @classmethod
@@ -48,12 +50,26 @@ class Reading:
         thinking = style.begins_thinking(end)
         may_think = style.thinks and not end.rstrip().endswith(style.thought[1])
         keep = tokenizer.named_in(style.markers(with_tools=with_tools))
-        names, ends = tokenizer.special_names, tokenizer.eos_token_ids
-        return cls(style, tools, thinking, may_think, keep, names, ends)
+        return cls(
+            style,
+            tools,
+            thinking,
+            may_think,
+            keep,
+            tokenizer.special_names,
+            tokenizer.added_text_ids,
+            tokenizer.eos_token_ids,
+        )
 
     def parser(self) -> AnswerParser:
         most = None if self.tools.parallel else 1
-        return AnswerParser(self.style, self.tools.functions, most=most, thinking=self.thinking)
+        return AnswerParser(
+            self.style,
+            self.tools.functions,
+            most=most,
+            thinking=self.thinking,
+            tokens=self.special_tokens.keys(),
+        )
 
     @property
     def is_strict(self) -> bool:
@@ -79,9 +95,11 @@ class Reading:
             self.tools,
             thinking=self.thinking,
             may_think=self.may_think,
-            special_tokens=self.special_tokens,
+            special_tokens=self._kept(self.special_tokens),
+            text_tokens=self._kept(self.text_tokens),
             loose={*self.special_tokens.values()} - self.keep - self.ends,
             schema_of=_schema_of,
+            error_of=lambda schema: _error(json.dumps(schema)),
             content=_content(params),
         )
         if grammar is None:
@@ -93,6 +111,9 @@ class Reading:
                 raise RequestError(f"tools are too many to hold calls to: {error}") from error
             return params
 
+    def _kept(self, ids: Mapping[str, int]) -> Mapping[str, int]:
+        return {name: i for name, i in ids.items() if i in self.keep}
+
 
 def _content(params: SamplingParams) -> str | None:
     """What is no call and no thought, in Lark."""
@@ -101,16 +122,16 @@ def _content(params: SamplingParams) -> str | None:
             raise RequestError(f"schema cannot be followed: {error}")
         return f"%json {json.dumps(_spaced(cast(Mapping[str, Any], params.schema)))}"
     if params.regex is not None:
-        escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", params.regex, flags=re.S)
-        return f"/{escaped}/".replace("\n", "\\n")
+        return f"/{escaped(params.regex)}/"
     return None
 
 
 def _schema_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a function's arguments are held to: to any object, if it is not strict and its schema
     cannot be followed."""
-    schema = function["parameters"]
-    if "properties" in schema:  # models make up others
+    schema = {"type": "object"} | function["parameters"]
+    named = {name for way in loose_argument_ways(schema) for name in way.get("properties", ())}
+    if "properties" in schema and named <= schema["properties"].keys():  # models make up others
         schema = {"additionalProperties": False} | schema
     text = json.dumps(schema)
     error = _error(text) if len(text) <= _MOST else f"more than {_MOST:,} characters."

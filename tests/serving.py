@@ -160,7 +160,11 @@ class FakeEngine:
         self.salts: list[str | None] = []
 
     async def encode(
-        self, prompt: Prompt, template_args: Mapping[str, Any], add_special_tokens: bool = True
+        self,
+        prompt: Prompt,
+        template_args: Mapping[str, Any],
+        add_special_tokens: bool = True,
+        most: int | None = None,
     ) -> list[int]:
         self.asked.append((prompt, dict(template_args)))
         return [1, 2, 3]

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import OpenDevice
+from marks import others_full
 
 from infer.kernels.checks import functions
 from infer.kernels.checks.arrays import Array
+from infer.kernels.checks.bench import Bench
 from infer.kernels.checks.reference import nmse
+from infer.kernels.compiler.compile import lower
+from infer.kernels.compiler.graph import Input
+from infer.kernels.compiler.target import StepKind
 from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import ShaderError
-from infer.kernels.gpu.device import Device, Limits, Settings
+from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
 from infer.kernels.ops import attention_check
-from infer.kernels.ops.attention import TiledVariant, attention_tiled_variant
-from infer.kernels.state.kv_cache import kept
+from infer.kernels.ops.attention import (
+    Attention,
+    TiledVariant,
+    attention_long_variant,
+    attention_tiled_variant,
+)
+from infer.kernels.state.kv_cache import KVCache, kept
 
 LIMIT = 1e-10  # of f32 arithmetic
 HEAD_DIMS = (8, 24, 64, 80, 96, 128, 256, 512, 576)
@@ -27,18 +38,20 @@ Shape = tuple[int, int, int, int, int, str]
 
 
 class Forced(Tuning):
-    """Always the same variant."""
+    """Always the same variant of tiles."""
 
     def __init__(self, device: Device, variant: TiledVariant) -> None:
         super().__init__(device)
-        self.variant = variant
+        self.variant, self.loop_passes = variant, sys.maxsize
 
     def choose(self, rule: Any, *call: Any) -> Any:
         return self.variant if rule is attention_tiled_variant else rule(self, *call)
 
 
-def error(device: Device, rng: np.random.Generator, variant: TiledVariant, shape: Shape) -> float:
-    """Two KV heads, so that their places in the cache differ."""
+def error(
+    device: Device, rng: np.random.Generator, variant: TiledVariant | None, shape: Shape
+) -> float:
+    """Two KV heads, so that their places in the cache differ. variant: None for what rules take."""
     group, d, rows, past, window, dtype = shape
 
     def normal(*size: int) -> Array:
@@ -55,7 +68,7 @@ def error(device: Device, rng: np.random.Generator, variant: TiledVariant, shape
         scale=d**-0.5,
         window=window,
         kv_dtype=dtype,
-        tuning=Forced(device, variant),
+        tuning=Tuning(device) if variant is None else Forced(device, variant),
     )
     return nmse(y, attention_check.attention(q, k, v, 2 * group, d**-0.5, window))
 
@@ -126,6 +139,91 @@ def test_rows_after_a_long_cache(device: Device, rng: np.random.Generator, group
     variant = chosen(device, 64, device.limits.workgroup_storage, software=False)
     shape = (group, 64, 12, 4100, 0, "f16")
     assert error(device, rng, variant, shape) <= LIMIT
+
+
+# Of each head_dim, more positions than tiles have loops for on Mesa's software adapter.
+LONG: list[Shape] = [
+    (1, 32, 9, 60_000, 0, "f16"),
+    (1, 32, 9, 140_000, 0, "f32"),  # more than two splits
+    (1, 32, 9, 60_000, 59_000, "f16"),
+    (2, 128, 9, 33_000, 0, "q8"),
+    (1, 256, 9, 17_000, 0, "f16"),
+    (1, 576, 9, 13_000, 0, "f16"),
+]
+
+
+@others_full("shape", LONG, LONG[:1])
+def test_a_context_beyond_the_loops_of_a_software_adapter(
+    device: Device, rng: np.random.Generator, shape: Shape
+) -> None:
+    """Which ends them in silence: of a tile, the last positions would be missing."""
+    assert error(device, rng, None, shape) <= LIMIT
+
+
+@others_full("d", (32, 128, 256, 576), (32,))
+def test_tiles_come_to_the_end_where_they_are_taken(
+    device: Device, rng: np.random.Generator, d: int
+) -> None:
+    variant = attention_tiled_variant(Tuning(device), d, 2)
+    positions = variant.most_positions(d, 65_535)
+    assert error(device, rng, variant, (1, d, 9, positions - 9, 0, "f16")) <= LIMIT
+
+
+class Short(Tuning):
+    """As if any context were a very long one on a software adapter: splits of 32 positions."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.loop_passes = 64
+        self.chosen = set[Any]()
+
+    def choose(self, rule: Any, *call: Any) -> Any:
+        self.chosen.add(rule)
+        return super().choose(rule, *call)
+
+
+MANY_ROWS = {
+    f"{case.kernel}, {case.name}": case
+    for case in attention_check.cases()
+    if case.kernel in ("attention_tiled", "attention_prompts")
+}
+
+
+@others_full(
+    "name",
+    MANY_ROWS,
+    ("attention_prompts, f16, 47 rows, 3/1 heads of 64, context 301, window 33, sinks",),
+)
+def test_many_rows_in_splits(device: Device, name: str) -> None:
+    tuning = Short(device)
+    with device.scope():
+        assert nmse(*MANY_ROWS[name].run(Bench(device, tuning=tuning))) <= LIMIT
+    assert attention_long_variant in tuning.chosen
+
+
+def kernels(software: bool, positions: int, *, rows: int = 512, window: int = 0) -> set[str]:
+    """Those of attention, with 8 heads of 64 dimensions, on an adapter with subgroups."""
+    dry = DryDevice(Limits(workgroup_storage=32768))
+    dry.software = software
+    layer = KVCache(dry, [(2, 64)], positions).layers[0]
+    q, k, v = (Input(dry.buffer(4 * rows * width), width) for width in (512, 128, 128))
+    output = Attention(q, k, v, layer, 1.0, window)
+    low = lower(dry, output, StepKind(rows), dry.buffer(16), dry.buffer(4 * rows * 512))
+    for kernel in low.kernels:
+        longest = dict(kernel.spec.params).get("MAX_SPLIT", 0)
+        assert isinstance(longest, int)
+        assert longest < 65_535 * 3 // 4
+    return {kernel.spec.name for kernel in low.kernels} - {"kv_write"}
+
+
+def test_only_software_adapters_leave_tiles() -> None:
+    """And only where a row may attend to more positions than those have loops for."""
+    tiled, split = {"attention_tiled"}, {"attention", "attention_combine"}
+    assert kernels(True, 8192) == kernels(False, 8192) == tiled
+    assert (kernels(True, 60_000), kernels(False, 60_000)) == (split, tiled)
+    assert kernels(True, 60_000, window=4096) == tiled
+    assert kernels(True, 60_000, window=50_000) == split
+    assert kernels(True, 60_000, rows=8) == kernels(True, 8192, rows=8) == split
 
 
 @pytest.mark.parametrize(

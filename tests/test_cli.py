@@ -238,6 +238,9 @@ def test_json(llm: LLM) -> None:
     for entry, theirs in zip(got["logprobs"], expected.logprobs, strict=True):
         assert len(entry["top"]) == 2
         assert entry["logprob"] == pytest.approx(theirs.logprob, abs=1e-3)
+        assert [bytes(each["bytes"]) for each in (entry, *entry["top"])] == [
+            each.raw for each in (theirs, *theirs.top)
+        ]
     assert got["model"] == "demo"
     assert got["adapter"]["name"] == llm.device.adapter.name
     assert got["versions"]["numpy"] == np.__version__

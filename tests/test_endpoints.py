@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import re
+import threading
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -38,6 +41,7 @@ from infer import LLM, DeviceError
 from infer.server.engine import LLMClient
 from infer.server.service import ServerOptions, Service
 from infer.text.infill import Infill, find_infill
+from infer.text.pieces import PIECE
 
 pytestmark = pytest.mark.demo
 
@@ -471,6 +475,140 @@ def test_what_a_chat_template_leaves_out_is_told(caplog: pytest.LogCaptureFixtur
     assert [text for text in caplog.messages if "template" in text] == [f"fake: {told}"]
 
 
+# Long prompts
+
+CHATS = ("/v1/messages", "/v1/messages/count_tokens", CHAT, "/api/chat")
+
+
+def asking(path: str, text: str) -> dict[str, Any]:
+    """A request for that endpoint, with that text."""
+    if path in CHATS:
+        return {"messages": [{"role": "user", "content": text}], "model": "demo", "max_tokens": 1}
+    if path in (EMBEDDINGS, "/api/embed", "/v1/responses"):
+        return {"input": text, "model": "demo"}
+    return {"prompt": text, "model": "demo"}
+
+
+@pytest.fixture
+def lengths(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of the texts that the tokenizers library is given."""
+    own, lengths = llm.tokenizer._backend, list[int]()
+
+    class Noting:
+        def encode_batch(self, texts: list[str], **options: Any) -> Any:
+            lengths.append(len(texts[0]))
+            return own.encode_batch(texts, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(own, name)
+
+    monkeypatch.setattr(llm.tokenizer, "_backend", Noting())
+    return lengths
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*CHATS, COMPLETIONS, EMBEDDINGS, "/api/embed", "/api/generate", "/v1/responses"],
+)
+def test_a_prompt_beyond_the_context_is_not_read_to_its_end(
+    address: str, service: Service, lengths: list[int], path: str
+) -> None:
+    text = "one two three " * 50_000
+    response, data = ask(address, path, asking(path, text))
+    assert response.status == 400
+    assert b"tokens, and this model's maximum context length is 1024 tokens" in data
+    assert b"has at least" in data
+    assert sum(lengths) < 4 * PIECE < len(text) / 2
+    assert service.bodies.nbytes == 0
+    data = ask(address, path, asking(path, "one two three " * 2000))[1]
+    assert b"has at least" not in data  # it was counted
+    assert b"context length is 1024" in data
+
+
+def test_a_long_text_has_all_its_tokens(address: str, llm: LLM, lengths: list[int]) -> None:
+    text = "one two three " * 20_000
+    found = answer(address, "/tokenize", prompt=text)
+    assert len(lengths) > 4
+    assert found["tokens"] == llm.tokenizer._backend.encode_batch([text])[0].ids
+
+
+@pytest.mark.parametrize("path", ["/tokenize", CHAT])
+def test_the_text_of_one_who_left_is_left(
+    service: Service, address: str, llm: LLM, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """After the piece that is in work."""
+    begun, left = threading.Event(), threading.Event()
+
+    def endless(*_: Any) -> Iterator[list[int]]:
+        begun.set()
+        try:
+            while True:
+                time.sleep(0.001)
+                yield []
+        finally:
+            left.set()
+
+    monkeypatch.setattr(llm, "encode_pieces", endless)
+    connection = connect(address)
+    connection.request("POST", path, json.dumps(asking(path, "x" * 300_000)), JSON)
+    assert begun.wait(60)
+    assert service.bodies.nbytes > 300_000
+    connection.close()
+    assert left.wait(60)
+    wait_for(lambda: service.bodies.nbytes == 0 and service.admission.count == 0)
+
+
+def peak_of_memory() -> int:
+    """Bytes, since `forget_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) << 10  # type: ignore[index]
+
+
+def forget_peak() -> int:
+    """Bytes that are in use."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pytest.skip("the peak of memory cannot be reset here")
+    return peak_of_memory()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("context", [1024, 131_072])
+def test_the_largest_requests(
+    llm: LLM, lengths: list[int], monkeypatch: pytest.MonkeyPatch, context: int
+) -> None:
+    """Six of 15 MB at once, whose clients do not wait, as 100,000 messages and as one text, which
+    takes 2.7 GB if the library is given it whole."""
+    service = Service(LLMClient(llm), ServerOptions())
+    monkeypatch.setattr(service.engine, "context", context)
+    text = ("one two three " * 1_100_000)[:15_000_000]
+    messages = [{"role": "user", "content": "x" * 100} for _ in range(100_000)]
+    bodies = [{"messages": messages}, {"messages": [{"role": "user", "content": text}]}]
+    with serving(service) as address:
+        for body in map(json.dumps, bodies):
+            lengths.clear()
+            before = forget_peak()
+            clients = [connect(address) for _ in range(6)]
+            for client in clients:
+                client.request("POST", CHAT, body, JSON)
+            wait_for(lambda: lengths)
+            assert ask(address, "/health")[0].status == 200
+            assert answer(address, "/tokenize", prompt="x")["count"] == 2
+            for client in clients[1:]:
+                client.close()
+            assert clients[0].getresponse().status == 400
+            clients[0].close()
+            wait_for(lambda: service.bodies.nbytes == 0)
+            # Those of a context, and a window more, of each that was begun.
+            assert sum(lengths) < 6 * (8 * context + 4 * PIECE)
+            assert peak_of_memory() - before < 800 << 20
+        if context == 1024:
+            before = forget_peak()
+            assert answer(address, "/tokenize", prompt=text)["count"] > 3_000_000
+            assert peak_of_memory() - before < 1 << 30
+
+
 # Keys, pages and the log
 
 
@@ -487,16 +625,23 @@ def test_options_of_the_server_are_passed_on(
 
     # Not by its path: a test has imported the package anew.
     monkeypatch.setattr(import_module("infer.server.host"), "Host", host)
-    flags = "--port 0 --api-key a --api-key b --cors-origin https://example.org --strict"
+    flags = "--port 0 --api-key a --api-key b --cors-origin https://example.org --strict "
+    flags += "--allowed-host example.org"
     assert invoke("serve", "demo", *flags.split(), "--served-name", "mine").exit_code == 1
     monkeypatch.setenv("INFER_API_KEY", "c d")
     own = ("--chat-template", tmp_path / "own.jinja")
     assert invoke("serve", "demo", "--port", "0", "--log-level", "debug", *own).exit_code == 1
     assert templates == [None, "{{ messages }}\n"]
+    hosts = ["example.org", "127.0.0.1"]
     assert seen == [
-        ServerOptions("mine", ["a", "b"], True, ["https://example.org"]),
-        ServerOptions(api_keys=["c", "d"]),
+        ServerOptions("mine", ["a", "b"], True, ["https://example.org"], allowed_hosts=hosts),
+        ServerOptions(api_keys=["c", "d"], allowed_hosts=["127.0.0.1"]),
     ]
+    monkeypatch.delenv("INFER_API_KEY")
+    for more, allowed in (([], None), (["--allowed-host", "example.org"], ["example.org"])):
+        assert invoke("serve", "demo", "--port", "0", "--host", "0.0.0.0", *more).exit_code == 1
+        assert seen.pop() == ServerOptions(allowed_hosts=allowed)
+    assert invoke("serve", "demo", "--allowed-host", "https://example.org").exit_code == 2
     assert invoke("serve", "demo", "--log-level", "chatty").exit_code == 2
 
 

@@ -4,17 +4,34 @@ others are served meanwhile. Limits of time are made so short that they pass at 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import cycle
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from serving import COMPLETIONS, FakeAnswer, FakeEngine, ask, fake_service, serving, wait_for
+from serving import (
+    CHAT,
+    COMPLETIONS,
+    JSON,
+    FakeAnswer,
+    FakeEngine,
+    ask,
+    connect,
+    events,
+    fake_service,
+    serving,
+    wait_for,
+)
 
+from infer.llm import Prompt
 from infer.results import Chunk
+from infer.server.admission import LARGE
 from infer.server.http import HEAD_BYTES, Connection, most_connections
 
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n".encode()
@@ -106,12 +123,127 @@ def test_an_answer_may_take_longer_than_a_request(monkeypatch: pytest.MonkeyPatc
         b"GET /health HTTP/1.1\r\n" + b"X-Many: x\r\n" * (HEAD_BYTES // 11 + 1),
         b"GET /" + b"x" * HEAD_BYTES,
         HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"X-After: x\r\n" * HEAD_BYTES,
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * HEAD_BYTES + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-Many: x\r\n" * 6000 + b"\r\n",
+        b"GET /?" + b"x" * HEAD_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        HEAD
+        + b"Transfer-Encoding: chunked\r\n\r\n0\r\n"
+        + b"X-After: x\r\n" * 6000
+        + b"\r\n"
+        + REQUEST,
     ],
 )
-def test_a_head_without_end(address: str, sent: bytes) -> None:
+def test_a_head_that_is_too_large(address: str, sent: bytes) -> None:
+    """Whether it has an end, and comes at once, or not."""
     with connected(address) as client:
         client.sendall(sent)
         assert status(told(client)) == 431
+
+
+def test_a_head_that_is_just_small_enough(address: str) -> None:
+    sent = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    with connected(address) as client:
+        client.sendall(sent + b"X-Long: " + b"x" * (HEAD_BYTES - 100) + b"\r\n\r\n")
+        assert told(client).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_chunks_are_for_those_who_know_them(version: bytes) -> None:
+    """RFC 9112, 6.1 and 6.3: a stream to HTTP/1.0 ends with its connection."""
+    head = HEAD.replace(b"HTTP/1.1", b"HTTP/" + version) + b"Connection: close\r\n"
+    with serving(fake_service(FakeEngine())) as address:
+        for stream in (True, False):
+            body = json.dumps({"prompt": "x", "stream": stream}).encode()
+            with connected(address) as client:
+                client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+                got, _, data = told(client).partition(b"\r\n\r\n")
+            assert got.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert b"\r\nconnection: close" in got
+            chunked = stream and version == b"1.1"
+            assert (b"transfer-encoding" in got) == chunked
+            if not stream:
+                assert b"content-length: %d" % len(data) in got
+                assert json.loads(data)["choices"][0]["text"] == "ab"
+            elif not chunked:
+                assert "".join(e["choices"][0]["text"] for e in events(data)) == "ab"
+
+
+# Its own name
+
+
+def asked_as(address: str, *hosts: str, version: str = "1.1") -> bytes:
+    sent = f"GET /health HTTP/{version}\r\nConnection: close\r\n"
+    sent += "".join(f"Host: {host}\r\n" for host in hosts) + "\r\n"
+    with connected(address) as client:
+        client.sendall(sent.encode())
+        return told(client)
+
+
+OWN = [
+    *("localhost", "LocalHost.:80", "127.0.0.1", "127.0.0.1:8000", "127.1.2.3:1", "[::1]:8000"),
+    *("[0:0:0:0:0:0:0:1]", "[::ffff:127.0.0.1]", "0.0.0.0:8000", "a.localhost", "192.168.1.7:8000"),
+    *("host.docker.internal:8000", "box.local:8000", socket.gethostname().upper() + ":8000"),
+    *("example.org", "Example.ORG.:443"),
+]
+FOREIGN = [
+    *("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"),
+    *("sub.example.org", "example.org.evil", "local", "notlocal", "8.8.8.8", "[2606:4700::1]", ""),
+]
+
+
+def test_names_of_the_server() -> None:
+    """A page of the web can have its own name mean this machine. As Ollama answers since
+    CVE-2024-28224 (`allowedHostsMiddleware`)."""
+    options = {"allowed_hosts": ["example.ORG"], "cors_origins": ["*"], "api_keys": ["secret"]}
+    with serving(fake_service(FakeEngine(), **options)) as address:
+        for host in OWN:
+            assert asked_as(address, host).startswith(b"HTTP/1.1 200 "), host
+        for host in FOREIGN:
+            data = asked_as(address, host)
+            assert status(data) == 403, host
+            assert f"--allowed-host {host.removesuffix(':8000')}".encode() in data
+        for path in ("/", "/v1/models", CHAT, "/openapi.json"):
+            told_so, data = ask(address, path, headers={"Host": "evil.example"})
+            assert (told_so.status, b"not called 'evil.example'" in data) == (403, True)
+        forbidden = ask(address, "/v1/messages", {}, {"Host": "evil.example"})[1]
+        assert json.loads(forbidden)["error"]["type"] == "permission_error"
+
+
+def test_one_name_is_given() -> None:
+    """RFC 9112, 3.2."""
+    wrong = [
+        "a b",
+        "a@b",
+        "::1",
+        "localhost:x",
+        "localhost:80:80",
+        "[::1",
+        "http://localhost",
+        "$x",
+    ]
+    for options in ({}, {"allowed_hosts": ["example.org"]}):
+        with serving(fake_service(FakeEngine(), **options)) as address:
+            for hosts in ((), ("localhost", "localhost"), *((each,) for each in wrong)):
+                assert status(asked_as(address, *hosts)) == 400, hosts
+            assert asked_as(address, version="1.0").startswith(b"HTTP/1.1 200 ")
+    for options in ({}, {"allowed_hosts": ["*"]}):  # {}: where others may connect
+        with serving(fake_service(FakeEngine(), **options)) as address:
+            assert asked_as(address, "evil.example").startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_body_that_is_compressed(address: str) -> None:
+    body = gzip.compress(BODY)
+    for coding in ("gzip", "GZIP", "br", "identity, zstd"):
+        response, data = ask(address, COMPLETIONS, body, JSON | {"Content-Encoding": coding})
+        assert response.status == 415
+        assert f"Content-Encoding: {coding.lower()}".encode() in data
+    chunks = b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"
+    with connected(address) as client:
+        head = HEAD + b"Connection: close\r\nTransfer-Encoding: gzip, chunked\r\n\r\n"
+        client.sendall(head + chunks)
+        assert status(told(client)) == 501  # RFC 9112, 6.1
+    for coding in ("identity", ""):
+        assert ask(address, COMPLETIONS, BODY, JSON | {"Content-Encoding": coding})[0].status == 200
 
 
 def test_what_is_no_http(address: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -142,8 +274,8 @@ def test_one_that_goes_away_in_its_request(caplog: pytest.LogCaptureFixture) -> 
     with serving(service) as address:
         with connected(address) as client:
             client.sendall(HEAD + b"Content-Length: 10\r\n\r\n{")
-            wait_for(lambda: service.arriving == 1)
-        wait_for(lambda: service.arriving == 0)
+            wait_for(lambda: service.bodies.nbytes == 1)
+        wait_for(lambda: service.bodies.nbytes == 0)
     assert not caplog.records
 
 
@@ -155,21 +287,109 @@ def test_many_large_requests_at_once() -> None:
             client = socket.create_connection(urlsplit(address).netloc.split(":"), timeout=60)
             client.sendall(HEAD + b"Content-Length: 1000\r\n\r\n" + b" " * 999)
             clients.append(client)
-            wait_for(lambda sent=number + 1: service.arriving == 999 * sent)
+            wait_for(lambda sent=number + 1: service.bodies.nbytes == 999 * sent)
         response, data = ask(address, COMPLETIONS, b" " * 50)
         assert response.status == 503
         assert b"Too many large requests" in data
         for client in clients:
             client.close()
-        wait_for(lambda: service.arriving == 0)
+        wait_for(lambda: service.bodies.nbytes == 0)
         assert ask(address, COMPLETIONS, {"prompt": "x"})[0].status == 200
+
+
+class Slow(FakeEngine):
+    """Long prompts are encoded when it is let go on."""
+
+    encodes = 0
+
+    async def encode(self, prompt: Prompt, *given: Any, **more: Any) -> list[int]:
+        self.asked.append((prompt,))
+        self.encodes += 1
+        try:
+            while len(prompt) > 1 and not self.go_on.is_set():
+                await asyncio.sleep(0.01)
+        finally:
+            self.encodes -= 1
+        return [1, 2, 3]
+
+
+def test_large_requests_take_turns() -> None:
+    engine = Slow(waits=True)
+    service = fake_service(engine)
+    with serving(service) as address:
+        body = json.dumps({"prompt": "x" * LARGE}).encode()
+        clients = []
+        for number in range(1, 5):
+            clients.append(connect(address))
+            clients[-1].request("POST", COMPLETIONS, body, JSON)
+            wait_for(lambda number=number: service.bodies.nbytes == number * len(body))
+            wait_for(lambda number=number: engine.encodes == min(number, 2))
+        small = json.loads(ask(address, "/tokenize", {"prompt": "x"})[1])
+        assert small["count"] == 3
+        assert ask(address, "/health")[0].status == 200
+        clients.pop().close()  # its turn never comes
+        wait_for(lambda: service.bodies.nbytes == 3 * len(body))
+        engine.go_on.set()
+        for client in clients:
+            assert client.getresponse().status == 200
+            client.close()
+        wait_for(lambda: service.bodies.nbytes == 0)
+        assert [len(prompt) for (prompt, *_) in engine.asked].count(LARGE) == 3
+
+
+def test_large_requests_leave_room_for_small_ones() -> None:
+    engine = Slow(waits=True)
+    service = fake_service(engine, max_body=LARGE + 100)
+    with serving(service) as address:
+        body = json.dumps({"prompt": "x" * (LARGE + 50)}).encode()
+        clients = []
+        for number in range(1, 13):
+            clients.append(connect(address))
+            clients[-1].request("POST", "/tokenize", body, JSON)
+            wait_for(lambda number=number: service.bodies.nbytes == number * len(body))
+        response, data = ask(address, "/tokenize", body)
+        assert (response.status, response.getheader("retry-after")) == (503, "1")
+        assert b"Too many large requests" in data
+        assert ask(address, "/tokenize", {"prompt": "x"})[0].status == 200
+        engine.go_on.set()
+        for client in clients:
+            assert client.getresponse().status == 200
+            client.close()
+        assert ask(address, "/tokenize", body)[0].status == 200
+
+
+def test_one_that_drains_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """To those who connect then, too, until the last answer has ended."""
+    engine = FakeEngine(waits=True)
+    service = fake_service(engine)
+    with ExitStack() as running:
+        address = running.enter_context(serving(service))
+        connection = connect(address)
+        connection.request("POST", COMPLETIONS, BODY, JSON)
+        wait_for(lambda: len(engine.asked) == 2)
+        ending = threading.Thread(target=running.close)
+        ending.start()
+        wait_for(lambda: service.admission.draining)
+        for _ in range(3):
+            response, data = ask(address, "/health")
+            assert (response.status, json.loads(data)["status"]) == (503, "draining")
+            assert ask(address, "/metrics")[0].status == 200
+            response, data = ask(address, COMPLETIONS, BODY)
+            assert (response.status, b"shutting down" in data) == (503, True)
+        engine.go_on.set()
+        assert connection.getresponse().status == 200
+        connection.close()
+        ending.join(timeout=60)
+        assert not ending.is_alive()
+        with pytest.raises(ConnectionError):
+            ask(address, "/health")
 
 
 def test_who_waits_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connection, "most", 2)
 
     def ask_again(client: socket.socket) -> None:
-        client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         data = b""
         while not data.endswith(b"}"):
             data += client.recv(1 << 16)

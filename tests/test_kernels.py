@@ -1015,6 +1015,14 @@ def test_every_variant_of_matmul(device: Device, rng: np.random.Generator, part:
         assert error <= LIMIT, (variant, shape)
 
 
+@pytest.mark.full
+def test_rows_beyond_the_loops_of_a_software_adapter(
+    device: Device, rng: np.random.Generator
+) -> None:
+    """Mesa's ends them in silence, and the last columns would be missing."""
+    assert linear_error(device, rng, 9, (176_000, 8), "f32", "") <= LIMIT
+
+
 def test_workgroups_that_share_columns(open_device: OpenDevice, rng: np.random.Generator) -> None:
     """Of a matrix in one shard, or in two."""
     form = "bias scale gelu residual"

@@ -1384,8 +1384,22 @@ def test_keys_that_no_binding_holds(llm: LLM) -> None:
     most = 4 * PAGE
     # half a page beyond: caches are of whole pages
     small = replace(llm.device.limits, max_binding=(most + PAGE // 2) * per_position)
-    with pytest.raises(infer.OutOfMemoryError, match=rf"Ask for at most {most} \(--context\)"):
-        fitting(llm.engine.model, small, llm, context=most + 1)
+    options = replace(llm.engine.options, max_batch=1, cache_positions=None, context=most)
+    plan = plan_random(llm.engine.model.weights(), "f16")
+    count = infer.memory.MemoryCount(llm.engine.model, plan, small, llm.device.adapter)
+    with pytest.raises(infer.OutOfMemoryError) as raised:
+        count.fitting(options)
+    asked = re.search(r"A context of 256 .* Ask for a context of at most (\d+) ", str(raised.value))
+    assert asked is not None, raised.value
+    assert count.fitting(replace(options, context=int(asked[1]))).context == most - PAGE
+    with pytest.raises(infer.OutOfMemoryError):
+        count.fitting(replace(options, context=int(asked[1]) + 1))
+    # Of several answers, what they share and what each may have are told apart.
+    said = (
+        r"cache of 384 positions in all, for 3 .* up to 128 positions, .* is 256 positions in all"
+    )
+    with pytest.raises(infer.OutOfMemoryError, match=said):
+        count.fitting(replace(options, max_batch=3, context=2 * PAGE, cache_positions=6 * PAGE))
 
 
 def test_nothing_is_made_for_a_context_that_does_not_fit(

@@ -31,6 +31,7 @@ from reference_models import (
 
 from infer import models
 from infer.engine.engine import Engine
+from infer.kernels.compiler import tuning
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.device import Device
 from infer.kernels.state.kv_cache import PAGE, kept
@@ -99,8 +100,14 @@ def test_a_prompt_agrees_with_transformers(device: Device, case: str, tmp_path: 
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("passes", [None, 1000])
 @others_full("case", long_cases(), ["llama"])
-def test_agrees_over_pages_and_chunks(device: Device, case: str, tmp_path: Path) -> None:
+def test_agrees_over_pages_and_chunks(
+    device: Device, case: str, passes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """passes: that a software adapter has through loops, as if a prompt were a very long one."""
+    if passes is not None:
+        monkeypatch.setattr(tuning, "_SOFTWARE_PASSES", passes)
     reference = load_long(case)
     prompt_ids, greedy_ids = reference.prompt_ids.tolist(), reference.greedy_ids.tolist()
     with device.scope():

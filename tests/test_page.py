@@ -62,7 +62,11 @@ class ScriptedEngine(FakeEngine):
         self.prompts: list[Any] = []
 
     async def encode(
-        self, prompt: Prompt, template_args: Mapping[str, Any], add_special_tokens: bool = True
+        self,
+        prompt: Prompt,
+        template_args: Mapping[str, Any],
+        add_special_tokens: bool = True,
+        most: int | None = None,
     ) -> list[int]:
         if self.without_template and not isinstance(prompt, str):
             raise NoChatTemplateError("This model has no chat template.")

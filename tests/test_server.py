@@ -787,8 +787,8 @@ class FakeModel:
         self.loads += 1
         return self
 
-    def encode(self, prompt: Prompt, **template_args: Any) -> list[int]:
-        return [1]
+    def encode_pieces(self, prompt: Prompt, *_: Any) -> Iterator[list[int]]:
+        yield [1]
 
     def astream(self, ids: Sequence[int], **options: Any) -> FakeAnswer:
         return FakeAnswer(FakeEngine())

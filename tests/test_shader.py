@@ -6,7 +6,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
@@ -625,6 +625,84 @@ def test_nobody_writes_a_component_of_a_shared_vector() -> None:
             included = re.findall(r'^#include "(.+)"', texts[name], re.M)
             files += [other for other in included if other not in files]
         assert component_writes("".join(texts[name] for name in files)) == [], kernel
+
+
+TOKEN = re.compile(r"[\w.]+|->|\+\+|--|<<=|>>=|&&|\|\||<<|>>|[-+*/%&|^=!<>]=|\S")
+RELATION = re.compile(r" (?:==|!=|<=|>=|<|>) ")
+BINARY = {*"+-*/%&|^<>", "<<", ">>", "&&", "||", "==", "!=", "<=", ">="}
+
+
+def is_grammatical(operators: Sequence[str]) -> bool:
+    """Whether one expression may have these binary operators, in this order, without parentheses
+    (WGSL 8.18): of & | ^ only one; && or ||, between comparisons of at most one relation; a shift
+    only alone on its side of that."""
+    if {*operators} & {*"&|^"}:
+        return len({*operators}) == 1
+    if {"&&", "||"} <= {*operators}:
+        return False
+    for comparison in re.split(r"&&|\|\|", f" {'  '.join(operators)} "):
+        sides = [side.split() for side in RELATION.split(comparison)]
+        if len(sides) > 2 or any({*side} & {"<<", ">>"} and len(side) > 1 for side in sides):
+            return False
+    return True
+
+
+def ungrammatical(code: str) -> list[str]:
+    """The expressions of a kernel file, before it is preprocessed, that lack parentheses."""
+    code = re.sub(r"//.*|^ *#.*", "", code, flags=re.M)
+    code = re.sub(r"\$(?:\([^()]*\)|[a-z])", "0", code)
+    templates = 1
+    while templates:
+        kind = r"\b(array|atomic|bitcast|mat\w+|ptr|var|vec\d)<([^<>;]*)>"
+        code, templates = re.subn(kind, r"\1[\2]", code)
+    found, outer = list[str](), list[tuple[int, list[str]]]()
+    begin, operators, after_operand = 0, list[str](), False
+    for match in TOKEN.finditer(code):
+        token = match[0]
+        if token in BINARY and after_operand:
+            operators.append(token)
+            after_operand = False
+        elif token in BINARY or token in "!~@":
+            after_operand = False
+        elif re.match(r"\w", token):
+            after_operand = token != "return"
+        elif token in "([":
+            outer.append((begin, operators))
+            begin, operators, after_operand = match.end(), [], False
+        else:  # an expression ends
+            if not is_grammatical(operators):
+                found.append(code[begin : match.start()].strip())
+            begin, operators = outer.pop() if token in ")]" else (match.end(), [])
+            after_operand = token in ")]"
+    return found
+
+
+def test_missing_parentheses_are_found() -> None:
+    """The examples of WGSL's specification, and what naga takes all the same."""
+    right = """
+let a = x & (y ^ (z | w));
+let b = (x + y) << (z >= w);
+let c = x < (y > z);
+let d = x && (y || z);
+let e = x + y < z * w && !x == y && x << y == z >> w && vec2<u32>(x & ~y, -z)[1] > x;
+for (var i = n(x & y & z, x ^ 1u); (i & 1u) != $(8 - 4)u; i += x | y) { return -x; }
+"""
+    wrong = ["x & y ^ z | w", "x + y << z >= w", "x < y > z", "x && y || z"]
+    wrong += [
+        "part & CLUSTER / 2u",
+        "x & y == z",
+        "x << y << z",
+        "x | f(a, b + 1u) + y",
+        "-x ^ y < z",
+    ]
+    assert ungrammatical(right) == []
+    assert ungrammatical("".join(f"let a = (b + c[{text}]);\n" for text in wrong)) == wrong
+
+
+def test_expressions_have_the_parentheses_that_wgsl_wants() -> None:
+    """The compiler of wgpu takes them without, those of browsers and of Dawn do not."""
+    found = {file.name: ungrammatical(file.read_text()) for file in WGSL_FOLDER.rglob("*.wgsl")}
+    assert {name: texts for name, texts in found.items() if texts} == {}
 
 
 def test_nothing_is_declared_in_vain() -> None:

@@ -19,6 +19,7 @@ import jsonschema
 import numpy as np
 import pytest
 from engines import answer
+from families import demo_tokenizer
 from marks import others_full
 from numpy.typing import NDArray
 from reference_models import load as reference
@@ -43,10 +44,12 @@ from infer.engine.token_engine import Step
 from infer.hub import DEMO
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.state.kv_cache import PAGE
+from infer.reading import Reading
 from infer.sampling import SamplingParams
 from infer.text.detokenizer import StreamingDetokenizer
 from infer.text.folder_tokenizer import folder_tokenizer
 from infer.text.tokenizer import Tokenizer
+from infer.text.tools import check_tools
 
 STEPS = 12
 NOT = '{"not": {}}'
@@ -587,6 +590,69 @@ def circular(*steps: str) -> dict[str, Any]:
     return {"properties": properties, "required": ["a"], "$defs": definitions}
 
 
+BIG = 2**53 + 1  # which float64 does not have
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"enum": [1, BIG]}, "enum 9,007,199,254,740,993 would be rounded"),
+        ({"const": {"a": [-BIG]}}, "const -9,007,199,254,740,993"),
+        ({"const": -(2**63)}, "const -9,223,372,036,854,775,808"),  # ends the process
+        ({"type": "integer", "enum": [-1e19]}, "enum -1"),  # so does this
+        ({"type": "integer", "const": 10**400}, "a number of more than 40 digits"),
+        ({"type": "integer", "minimum": BIG}, "minimum 9,007,199,254,740,993"),
+        ({"type": "integer", "maximum": -BIG}, "maximum -9,007,199,254,740,993"),
+        ({"type": "number", "maximum": 2**63 - 1}, "maximum 9,223,372,036,854,775,807"),
+        ({"type": "integer", "minimum": -1e300, "maximum": -1e300}, "minimum a number of more"),
+        ({"exclusiveMinimum": BIG - 1, "type": "integer"}, "exclusiveMinimum 9,007"),
+        ({"exclusiveMaximum": 2**63 - 1, "type": "integer"}, "exclusiveMaximum 9,223"),
+        ({"type": "integer", "multipleOf": BIG}, "multipleOf 9007199254740993"),
+        ({"type": "integer", "multipleOf": 1_000_003}, "multipleOf 1000003"),  # takes minutes
+        ({"properties": {"const": {"items": {"const": BIG}}}}, "const 9,007"),
+        ({"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"enum": [BIG]}}}, "enum 9,007"),
+    ],
+)
+def test_numbers_that_cannot_be_held(schema: dict[str, Any], message: str) -> None:
+    """Are refused by name, wherever a schema comes in."""
+    tokenizer = folder_tokenizer(TEXTS / "llama3")
+    constraints = Constraints(tokenizer, tokenizer.size)
+    with pytest.raises(RequestError, match=f"schema cannot be followed: .*{re.escape(message)}"):
+        constraints.of(SamplingParams(schema=schema))
+    grammar = f'start: "a" %json {json.dumps(schema)}'
+    with pytest.raises(RequestError, match=f"grammar cannot be followed: .*{re.escape(message)}"):
+        constraints.of(SamplingParams(grammar=grammar))
+    function = {"name": "f", "strict": True, "parameters": {"properties": {"x": schema}}}
+    tools = check_tools([{"type": "function", "function": function}], "required")
+    reading = Reading.of(tokenizer, tools, [], None)
+    with pytest.raises(RequestError, match=f"parameters of f .*{re.escape(message)}"):
+        reading.held(SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "wrong"),
+    [
+        ({"enum": [BIG - 1, -BIG + 1]}, BIG - 1, BIG),
+        ({"const": 2**60}, 2**60, 2**60 + 1),
+        ({"type": "integer", "minimum": BIG - 1}, BIG - 1, BIG - 2),
+        ({"type": ["integer", "null"], "maximum": 2**63 - 1}, 2**63 - 1, 2**63),
+        ({"type": "integer", "exclusiveMaximum": BIG - 2}, BIG - 3, BIG - 2),
+        ({"type": "integer", "multipleOf": 86_400}, 172_800, 172_801),
+        ({"properties": {"enum": {"default": BIG}}, "type": "object"}, {"enum": 1}, None),
+    ],
+)
+def test_numbers_that_are_held(schema: dict[str, Any], valid: Any, wrong: Any) -> None:
+    tokenizer = folder_tokenizer(TEXTS / "llama3")
+    constraints = Constraints(tokenizer, tokenizer.size)
+    for value in (valid, wrong):
+        constraint = constraints.of(SamplingParams(schema=schema))
+        assert constraint is not None
+        ids = tokenizer.encode(json.dumps(value), add_special_tokens=False)
+        taken = constraint.count_allowed((), 0, ids) == len(ids)
+        whole = taken and constraint.allowed_after(ids, 0, tokenizer.size)[[1, 2, 3]].all()
+        assert bool(whole) == (error_of(schema, json.dumps(value)) is None) == (value is valid)
+
+
 NESTED = json.loads('{"items": ' * 400 + "{}" + "}" * 400)
 
 
@@ -702,6 +768,74 @@ def test_texts_keep_their_own_tokens(kind: str) -> None:
     stored = json.loads((TEXTS / "expected.json").read_text(encoding="utf-8"))
     texts = [case["text"] for case in stored[kind]["encode"]]
     assert_texts_keep_their_tokens(folder_tokenizer(TEXTS / kind), texts)
+
+
+def take(constraint: Constraint | None, tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text, each of which has to be allowed; then the answer may end."""
+    assert constraint is not None
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for i, token in enumerate(ids):
+        assert constraint.allowed_after(ids[:i], 0, tokenizer.size)[token], (text, i)
+        assert constraint.forced_after(ids[:i], 0)[:1] in ([], [token]), (text, i)
+    assert constraint.allowed_after(ids, 0, tokenizer.size)[[*tokenizer.eos_token_ids]].all()
+    return ids
+
+
+WORDS = {"type": "array", "items": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("held", "text"),
+    [
+        ({"regex": "<b>.*</b>"}, "<b>so</b>"),
+        ({"regex": "[<>/a-z_]*"}, "a<tool_call><think></think>"),
+        ({"schema": WORDS}, '["<tool_call>", "a <b> c", "\\n</think>"]'),
+        ({"schema": {"enum": ["<tool_call>", "<think>", "</think>"]}}, '"</think>"'),
+        ({"schema": {"const": {"<b>": "<think>"}}}, '{"<b>":"<think>"}'),
+        # In a grammar a name is the token, and a text is text.
+        (
+            {"grammar": 'start: <think> /[a-z ]*/ "<b>" </think> "x" // <b>\n'},
+            "<think>so <b></think>x",
+        ),
+        (
+            {"grammar": "start: /(.|\\n)*/ </think> %json " + json.dumps(WORDS)},
+            'a<b></think>["<b>"]',
+        ),
+        ({"grammar": 'start: "<think>" /<b>+/ "<tool_call>"'}, "<think><b>>><tool_call>"),
+    ],
+)
+def test_added_tokens_that_are_text(held: dict[str, Any], text: str) -> None:
+    """llguidance takes those of the form <...> for special, whatever their flag is."""
+    names = ("<tool_call>", "<b>", "</b>", "<think>", "</think>")
+    tokenizer = demo_tokenizer({"<end>": True} | dict.fromkeys(names, False), ["<end>"])
+    constraint = Constraints(tokenizer, tokenizer.size).of(SamplingParams(**held))
+    ids = take(constraint, tokenizer, text)
+    assert {tokenizer.added_text_ids[name] for name in names if name in text} <= {*ids}
+
+
+def test_names_of_special_tokens_in_texts_are_text() -> None:
+    """Written in other tokens, as are characters that the tokenizer would normalize."""
+    for kind in ("llama3", "chatml", "mistral", "gemma"):
+        tokenizer = folder_tokenizer(TEXTS / kind)
+        constraints = Constraints(tokenizer, tokenizer.size)
+        for text in (*tokenizer.special_names, "e\u0301"):
+            constraint = constraints.of(SamplingParams(schema={"enum": [f"a {text} b"]}))
+            assert constraint is not None
+            ids: list[int] = []
+            while forced := constraint.forced_after(ids, 0):
+                ids += forced
+            assert not {*ids} & {*tokenizer.special_names.values()}
+            assert json.loads(tokenizer.decode(ids)) == f"a {text} b"
+
+
+def test_a_token_that_ends_a_turn_is_no_text() -> None:
+    """Even if it is not special, as in some GGUF files."""
+    tokenizer = demo_tokenizer({"<pad>": True, "[end]": False}, ["[end]"])
+    (end,) = tokenizer.eos_token_ids
+    constraint = Constraints(tokenizer, tokenizer.size).of(SamplingParams(schema=WORDS))
+    assert constraint is not None
+    ids = tokenizer.encode('["a', add_special_tokens=False)
+    assert not constraint.allowed_after(ids, 0, tokenizer.size)[end]
 
 
 def test_a_tokenizer_without_an_end() -> None:

@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+import infer.text.pieces
 import infer.text.tokenizer
 from infer.foreign import foreign
 from infer.kernels.errors import RequestError, TokenizerError
@@ -25,6 +26,7 @@ from infer.text.folder_tokenizer import folder_tokenizer
 from infer.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data" / "text"
+DEMO_FOLDER = Path(infer.__file__).parent / "demo"
 EXPECTED = json.loads((DATA / "expected.json").read_text(encoding="utf-8"))
 KINDS = ("llama3", "chatml", "mistral", "gemma", "metaspace", "wordpiece")
 REPLACEMENT = "\ufffd"
@@ -267,6 +269,110 @@ def test_a_long_text_is_within_the_limits() -> None:
     part = tokenizer.encode(line, add_special_tokens=False)
     assert tokenizer.encode(line * 20_000, add_special_tokens=False) == part * 20_000
     assert tokenizer.decode(part * 20_000) == line * 20_000
+
+
+def words_bpe(pattern: str | None, unknown: str | None = "?") -> Backend:
+    """BPE of many overlapping tokens, within words or over the whole text."""
+    rng = random.Random(1)
+    vocab = {c: i for i, c in enumerate("?abcdefghij .\n0123")}
+    merges: list[tuple[str, str]] = []
+    while len(merges) < 300:
+        pair = rng.choice(list(vocab)), rng.choice(list(vocab))
+        if len("".join(pair)) < 9 and "".join(pair) not in vocab:
+            vocab["".join(pair)] = len(vocab)
+            merges.append(pair)
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token=unknown))
+    if pattern is not None:
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return backend
+
+
+def unigram() -> Backend:
+    rng = random.Random(1)
+    vocab = {c: -8.0 for c in "?abcdefghij .\n0123▁"}
+    vocab |= {"".join(rng.choices("abcde ▁01", k=rng.randrange(2, 6))): -6.0 for _ in range(200)}
+    backend = Backend(models.Unigram([*vocab.items()], unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    return backend
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    **{kind: lambda kind=kind: folder_tokenizer(DATA / kind)._backend for kind in KINDS},
+    "demo": lambda: folder_tokenizer(DEMO_FOLDER)._backend,
+    "bpe": lambda: words_bpe(None),
+    "bpe of words": lambda: words_bpe(r"\d{1,3}|\s*\n+|\s+(?!\S)|\s+|[^\s\d]+"),
+    "bpe that drops characters": lambda: words_bpe(r"\s+|\S+", None),
+    "unigram": unigram,
+}
+
+
+def mixed_text(rng: random.Random, length: int) -> str:
+    """Words, runs of one character, and what tokenizers treat as special."""
+    kinds = [
+        "abcdefghij   .\n",
+        "a",
+        " ",
+        "ab",
+        " \n",
+        "0123",
+        "日本語",
+        "🙂é\u0301",
+        "'s't A",
+        "\u0301",
+    ]
+    names = ["<s>", "</s>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>", "[MASK]", " the"]
+    text = ""
+    while len(text) < length:
+        size = rng.choice((1, 3, 20, 100, 1000))
+        kind = rng.choice(kinds)
+        if rng.random() < 0.2:
+            text += rng.choice(names) * rng.choice((1, 2, 40))
+        elif rng.random() < 0.3:
+            text += rng.choice(kind) * size
+        else:
+            text += "".join(rng.choices(kind, k=size))
+    return text
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_text_in_pieces_has_the_same_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the library makes of the whole at once."""
+    backend = BACKENDS[kind]()
+    tokenizer, rng = Tokenizer(backend), random.Random(0)
+    for piece, overlap, after in ((700, 64, 16), (1500, 256, 32)):
+        monkeypatch.setattr(infer.text.pieces, "PIECE", piece)
+        monkeypatch.setattr(infer.text.pieces, "_OVERLAP", overlap)
+        monkeypatch.setattr(infer.text.pieces, "_AFTER", after)
+        text = mixed_text(rng, 10_000)
+        for special in (False, True):
+            (whole,) = backend.encode_batch([text], add_special_tokens=special)
+            pieces = [*tokenizer.encode_pieces(text, special)]
+            assert [token for each in pieces for token in each] == whole.ids
+            assert len(pieces) > 2 or kind in ("wordpiece", "unigram")
+
+
+@pytest.mark.parametrize("kind", ["llama3", "mistral"])
+def test_a_long_text_never_is_in_the_library_whole(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes 150 bytes for each character of it."""
+    tokenizer, lengths = folder_tokenizer(DATA / kind), list[int]()
+    own = tokenizer._backend
+
+    class Noting:
+        def encode_batch(self, texts: list[str], **options: Any) -> Any:
+            lengths.append(len(texts[0]))
+            return own.encode_batch(texts, **options)
+
+    monkeypatch.setattr(tokenizer, "_backend", Noting())
+    monkeypatch.setattr(infer.text.pieces, "PIECE", 16_384)
+    text = "What does she say? He does not know 42 of them.\n" * 2000
+    ids = [token for piece in tokenizer.encode_pieces(text) for token in piece]
+    assert max(lengths) < 1.1 * 16_384
+    assert sum(lengths) < 1.1 * len(text)
+    assert ids == own.encode_batch([text])[0].ids
+    bos = tokenizer.special_tokens["bos_token"]
+    assert tokenizer.encode(bos + text) == tokenizer.encode(text)  # BOS is not doubled
 
 
 @pytest.mark.parametrize("wrong", [KeyboardInterrupt, SystemExit, GeneratorExit])

@@ -19,6 +19,8 @@ from infer import LLM, RequestError, sampling
 pytest.importorskip("openai")
 
 import openai
+from families import FAMILIES, Family
+from marks import others_full
 from serving import ANSWER, CHAT, MESSAGES, answer, ask, serving, streamed
 
 from infer.cli.app import generate as write_answer
@@ -281,6 +283,16 @@ def function(**changes: Any) -> list[dict[str, Any]]:
             "no room",
         ),
         ({"tools": function(), "ignore_eos": True}, "ignore_eos", "no end for a call"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"enum": [2**53 + 1]}},
+                }
+            },
+            "response_format",
+            "enum 9,007,199,254,740,993 would be rounded",
+        ),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "huge"),
         ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages", "a call must be"),
         ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages", "must be a list"),
@@ -348,6 +360,96 @@ def test_a_call_by_all_formats_is_the_same(address: str, engine: ForcedEngine) -
     tools = [{"type": "function", **function}]
     (item,) = answer(address, "/v1/responses", input=MESSAGES, tools=tools, **required)["output"]
     assert (item["name"], json.loads(item["arguments"])) == ("f", given)
+
+
+def told_by(address: str, path: str, **body: Any) -> list[dict[str, Any]]:
+    """The events of a stream."""
+    _, data = ask(address, path, {"stream": True, **body})
+    return [json.loads(line[6:]) for line in data.splitlines() if line.startswith(b"data: {")]
+
+
+@pytest.mark.usefixtures("with_template")
+def test_a_call_that_a_limit_cuts(llm: LLM, address: str, engine: ForcedEngine) -> None:
+    """A call that is whole is given, of one that is not there is nothing in what is whole; a stream
+    has its beginning. The reason is the limit."""
+    tools = [WEATHER, NOW]
+    named = [{"type": "function", **each["function"]} for each in tools]
+    theirs = [{"name": each["name"], "input_schema": each.get("parameters", {})} for each in named]
+    for each in theirs:
+        each["input_schema"] = {"type": "object"} | each["input_schema"]
+    whole_and_more = f"One.{CALL_NOW}\n{CALL}"
+    for text, cut_in in (
+        (f"One.{CALL_NOW}", "</tool"),
+        (whole_and_more, '<tool_call>\\n{"name": "get_w'),
+        (whole_and_more, '"city": "O'),
+    ):
+        end = text.rindex(cut_in.replace("\\n", "\n")) + len(cut_in.replace("\\n", "\n"))
+        engine.text = text
+        limit = len(llm.encode(text[:end], add_special_tokens=False))
+        has_begun = "city" in cut_in  # in a stream
+        # OpenAI's chat
+        asked: dict[str, Any] = {"messages": USER, "tools": tools, "max_tokens": limit}
+        (choice,) = answer(address, CHAT, **asked)["choices"]
+        message = choice["message"]
+        assert (choice["finish_reason"], message["content"]) == ("length", "One.")
+        (call,) = message["tool_calls"]
+        assert (call["function"]["name"], call["function"]["arguments"]) == ("now", "{}")
+        parts = [part["choices"][0] for part in streamed(address, CHAT, **asked)]
+        assert parts[-1]["finish_reason"] == "length"
+        assert "".join(part["delta"].get("content") or "" for part in parts) == "One."
+        deltas = [call for part in parts for call in part["delta"].get("tool_calls", ())]
+        names = [delta["function"]["name"] for delta in deltas if delta.get("id")]
+        assert names == ["now", "get_weather"][: 1 + has_begun]
+        # Responses
+        asked = {"input": USER, "tools": named, "max_output_tokens": limit}
+        response = answer(address, "/v1/responses", **asked)
+        said, called = response["output"]
+        assert (response["status"], said["content"][0]["text"]) == ("incomplete", "One.")
+        assert (called["name"], called["status"]) == ("now", "completed")
+        events = told_by(address, "/v1/responses", **asked)
+        done = [each["item"] for each in events if each["type"] == "response.output_item.done"]
+        told = [(item.get("name"), item["status"]) for item in done]
+        expected = [(None, "completed"), ("now", "completed"), ("get_weather", "incomplete")]
+        assert told == expected[: 2 + has_begun]
+        ends = [each for each in events if each["type"].endswith("arguments.done")]
+        assert [each["name"] for each in ends] == ["now"]
+        assert events[-1]["type"] == "response.incomplete"
+        # Anthropic's
+        asked = {"messages": USER, "tools": theirs, "max_tokens": limit}
+        message = answer(address, "/v1/messages", **asked)
+        kinds = [
+            (block["type"], block.get("text", block.get("name"))) for block in message["content"]
+        ]
+        assert (message["stop_reason"], kinds) == (
+            "max_tokens",
+            [("text", "One."), ("tool_use", "now")],
+        )
+        events = told_by(address, "/v1/messages", **asked)
+        begun = [each["content_block"] for each in events if each["type"] == "content_block_start"]
+        assert [block.get("name") for block in begun] == [None, "now", "get_weather"][
+            : 2 + has_begun
+        ]
+        texts = [each["delta"].get("text", "") for each in events if "delta" in each]
+        assert "".join(texts) == "One."
+        # Ollama's, which streams calls when they are whole
+        asked = {"messages": USER, "tools": tools, "options": {"num_predict": limit}}
+        reply = answer(address, "/api/chat", **asked, stream=False)
+        (call,) = reply["message"]["tool_calls"]
+        assert (reply["done_reason"], reply["message"]["content"]) == ("length", "One.")
+        assert call["function"]["name"] == "now"
+        _, data = ask(address, "/api/chat", asked)
+        lines = [json.loads(line) for line in data.splitlines()]
+        assert "".join(line["message"]["content"] for line in lines) == "One."
+        calls = [call for line in lines for call in line["message"].get("tool_calls", ())]
+        assert [call["function"]["name"] for call in calls] == ["now"]
+        # Python
+        with saying(llm, text):
+            stream = llm.stream(USER, tools=tools, max_tokens=limit)
+            pieces = [delta for chunk in stream for delta in chunk.tool_calls]
+        result = stream.result
+        assert (result.finish_reason, result.text) == ("length", "One.")
+        assert [(call.name, call.parsed()) for call in result.tool_calls] == [("now", {})]
+        assert [piece.name for piece in pieces if piece.id] == names
 
 
 # In process, where the model chooses what the grammar leaves it
@@ -456,7 +558,7 @@ def test_a_stop_string_and_a_limit_within_an_answer(llm: LLM) -> None:
     assert chat("<think>All of it", stop=["of"]).reasoning == "All"
     assert chat("a <tool_cal").text == "a <tool_cal"
     cut = chat("a <tool_call>", max_tokens=4)
-    assert (cut.finish_reason, cut.text.startswith("a <")) == ("length", True)
+    assert (cut.finish_reason, cut.text) == ("length", "a ")
 
 
 def test_special_tokens_of_a_format_are_read(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,3 +587,182 @@ def test_special_tokens_of_a_format_are_read(llm: LLM, monkeypatch: pytest.Monke
     assert [call.parsed() for call in result.tool_calls] == [{}]
     names = llm.tokenizer.special_names
     assert {*result.token_ids} >= {names["<|system|>"], names["<|user|>"]}
+
+
+# Families of models: their tokens and templates, an agent's request, and what their models answer
+
+
+READ = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string"},
+        "lines": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["path"],
+}
+SEARCH = {
+    "type": "object",
+    "properties": {
+        "query": {"type": "string"},
+        "filter": {
+            "type": "object",
+            "properties": {
+                "kind": {"enum": ["file", "folder"]},
+                "depth": {"type": "integer"},
+                "tags": {"type": "array", "items": {"type": "string"}},
+            },
+            "required": ["kind", "depth", "tags"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["query", "filter"],
+}
+RATE = {
+    "type": "object",
+    "properties": {
+        "stars": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 2},
+        "of": {
+            "type": "object",
+            "properties": {"kind": {"enum": ["file", "folder"]}},
+            "required": ["kind"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["stars", "of"],
+}
+
+
+def agents_tools(**options: Any) -> list[dict[str, Any]]:
+    described = {"read_file": READ, "search": SEARCH, "rate": RATE}
+    return [
+        {"type": "function", "function": {"name": name, "parameters": schema, **options}}
+        for name, schema in described.items()
+    ]
+
+
+HISTORY = [
+    {"role": "system", "content": "You work on files."},
+    {"role": "user", "content": "What is in a.py?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "functions.read_file:0",
+                "type": "function",
+                "function": {"name": "read_file", "arguments": '{"path": "a.py", "lines": [1, 2]}'},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "functions.read_file:0", "content": "import <b>"},
+    {"role": "user", "content": "Look for more."},
+]
+
+
+@contextmanager
+def playing(llm: LLM, family: Family) -> Iterator[None]:
+    """The model has the tokens and the template of this family."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm, "tokenizer", family.tokenizer())
+        patch.setattr(llm, "_constraints", None)
+        yield
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_agents_request_to_each_family(llm: LLM, name: str) -> None:
+    """Forced, free and strict, streamed, after a thought: the model's own answer is one that it may
+    give, token by token, and is read."""
+    family = FAMILIES[name]
+    query = f"how {' and '.join(['<i>', *family.plain.split()[:2]])} work"
+    arguments = {"query": query, "filter": {"kind": "file", "depth": 2, "tags": ["a", "<b>"]}}
+    calls = [("search", arguments), ("rate", {"stars": [2, 1], "of": {"kind": "folder"}})]
+    calls = calls[: 1 if family.single else 2]
+    thought = "Hm. ".join(family.thought) if any(family.thought) else ""
+    said = "" if family.single or family.begins is None else "I look."
+    ways: list[tuple[str, dict[str, Any]]] = [
+        (thought, {"tool_choice": "required"}),
+        (thought, {"tool_choice": {"type": "function", "function": {"name": "search"}}}),
+        (thought + said, {}),
+        (thought + said, {"strict": True}),
+    ]
+    with playing(llm, family):
+        for before, options in ways:
+            tools = agents_tools(strict=options.pop("strict", False))
+            named = isinstance(options.get("tool_choice"), dict)
+            expected = calls[:1] if named else calls
+            with saying(llm, before + family.write(expected)):
+                args = dict(family.template_args)
+                stream = llm.stream(HISTORY, tools=tools, template_args=args, **options)
+                text = "".join(map(str, stream))
+            found = [(call.name, call.parsed()) for call in stream.result.tool_calls]
+            assert found == expected
+            assert text.strip() == (said if before.endswith("look.") else "")
+            assert (stream.result.reasoning or "").strip() == ("Hm." if thought else "")
+            assert stream.result.finish_reason == "tool_calls"
+        wrong = [("search", arguments | {"filter": {"kind": "file", "depth": "x", "tags": []}})]
+        with saying(llm, thought + family.write(wrong)):
+            if family.single:  # held where a call is forced
+                options = {"tool_choice": "required"}
+            with pytest.raises(RequestError, match="not allowed"):
+                llm.chat(HISTORY, tools=agents_tools(strict=True), template_args=args, **options)
+        answer = f"See {query}.".replace(family.begins or "", "")
+        with saying(llm, thought + answer.join(family.content)):
+            result = llm.chat(HISTORY, tools=agents_tools(strict=True), template_args=args)
+        assert (result.text, result.tool_calls) == (answer, [])
+
+
+PICK = {
+    "type": "function",
+    "function": {
+        "name": "pick",
+        "parameters": {
+            "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 2}},
+            "required": ["n"],
+        },
+    },
+}
+
+
+def bias(llm: LLM, *texts: str) -> dict[int, float]:
+    """By which the first tokens of these come wherever they may."""
+    return dict.fromkeys((llm.tokenizer.encode(text, False)[0] for text in texts), 40.0)
+
+
+@others_full("name", FAMILIES, ["qwen3"])
+def test_calls_that_the_model_makes(llm: LLM, name: str) -> None:
+    """By itself, strictly and not, where it wants to; and forced, after a thought that it ends."""
+    family = FAMILIES[name]
+    strict = {**PICK, "function": {**PICK["function"], "strict": True}}
+    with playing(llm, family):
+        wanted = bias(llm, family.begins or '{"')
+        forced = bias(llm, family.thought[1].strip() or '{"')
+        ways = [(PICK, {"tool_choice": "required", "logit_bias": forced})]
+        if not (family.single or family.thought[0] == ""):  # else something else comes before
+            ways += [(tool, {"logit_bias": wanted}) for tool in (PICK, strict)]
+        for tool, options in ways:
+            result = llm.chat(MESSAGES, tools=[tool], max_tokens=60, **options)
+            assert [call.name for call in result.tool_calls][:1] == ["pick"]
+            assert result.tool_calls[0].parsed()["n"] in (1, 2)
+
+
+def test_a_call_through_the_server_with_tokens_like_qwens(llm: LLM) -> None:
+    """That the model wants, and that it has to make."""
+    with (
+        playing(llm, FAMILIES["qwen3"]),
+        serving(Service(LLMClient(llm), ServerOptions())) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0) as client,
+    ):
+        begin = {str(llm.tokenizer.added_text_ids["<tool_call>"]): 40}
+        asked: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "tools": [PICK]}
+        asked |= {"logit_bias": begin, "max_tokens": 40, "stop": ["</tool_call>"]}
+        for choice in ("auto", "required"):
+            whole = client.chat.completions.create(tool_choice=choice, **asked).choices[0].message
+            (call, *_) = whole.tool_calls
+            assert (call.function.name, whole.content) == ("pick", None)
+            assert json.loads(call.function.arguments)["n"] in (1, 2)
+            with client.chat.completions.create(tool_choice=choice, stream=True, **asked) as parts:
+                deltas = [part.choices[0].delta for part in parts]
+            assert not any(delta.content for delta in deltas)
+            pieces = [piece for delta in deltas for piece in delta.tool_calls or []]
+            text = "".join(each.function.arguments or "" for each in pieces if each.index == 0)
+            assert text == call.function.arguments

@@ -7,15 +7,35 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from families import demo_tokenizer
 
+from infer import RequestError
+from infer.engine.constraint import Constraint, Constraints
+from infer.reading import Reading
+from infer.sampling import SamplingParams
 from infer.text.answer import AnswerParser, AnswerStyle, answer_style
 from infer.text.answer_reader import Pieces
-from infer.text.tool_formats import FORMATS, ToolFormat, find_format
+from infer.text.detokenizer import StreamingDetokenizer
+from infer.text.text_schemas import FORMATS as FORMATS_OF_TEXTS
+from infer.text.tokenizer import Tokenizer
+from infer.text.tool_formats import (
+    DSML_TAGS,
+    FORMATS,
+    GLM_TAGS,
+    MINIMAX_TAGS,
+    QWEN_TAGS,
+    Tags,
+    ToolFormat,
+    find_format,
+)
 from infer.text.tool_grammars import answer_grammar, example_call
 from infer.text.tools import ToolCall, add_deltas, check_tools
 
@@ -379,6 +399,16 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
 
+def cut_off(case: Case, pieces: list[str]) -> tuple[Pieces, list[ToolCall]]:
+    """What an answer is that a limit ends, and those of its calls that are whole."""
+    parser = AnswerParser(answer_style(case.sign), FUNCTIONS, thinking=case.thinking)
+    whole, calls = Pieces(), list[ToolCall]()
+    for told in (*map(parser.add, pieces), parser.finish(cut=True)):
+        whole += told
+        add_deltas(calls, told.tool_calls)
+    return whole, calls if parser.unfinished is None else calls[: parser.unfinished]
+
+
 def summary(parsed: tuple[Pieces, list[ToolCall]]) -> tuple[Any, ...]:
     whole, calls = parsed
     return whole.text, whole.reasoning, [(call.name, call.arguments) for call in calls]
@@ -413,6 +443,48 @@ def test_cuts_change_nothing(name: str) -> None:
         assert summary(parse(case, cut(text, places))) == expected
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_an_answer_that_is_cut_shows_no_markup(name: str) -> None:
+    """Wherever it is cut: what is text and reasoning begins as it does in the whole answer, and
+    there are the calls that are whole."""
+    case = CASES[name]
+    for end in range(len(case.answer)):
+        text = case.answer[:end]
+        whole, calls = cut_off(case, [text])
+        assert case.text.startswith(whole.text.rstrip()), text
+        assert case.reasoning.startswith(whole.reasoning), text
+        told = [(call.name, json.loads(call.arguments)) for call in calls]
+        assert told == case.calls[: len(told)], text
+        assert summary(cut_off(case, list(text))) == summary((whole, calls))
+    assert summary(cut_off(case, [case.answer]))[2] == summary(parse(case, [case.answer]))[2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a <", "a <tool_", "a <tool_call>", 'a <tool_call>\n{"name": "no', "<thi", "<think>a</thi"],
+)
+def test_a_beginning_of_a_marker_that_a_model_ends_is_text(text: str) -> None:
+    told, calls = parse(Case("<think> <tool_call>", text), list(text))
+    assert (told.text or f"<think>{told.reasoning}", calls) == (text, [])
+
+
+def test_what_no_limit_can_cut_is_text() -> None:
+    """A marker that is one token has no beginning. What is no call is not held for one."""
+    style = answer_style("<think> <tool_call>")
+    for text in ("a <", "a <tool_", "<thi"):
+        parser = AnswerParser(style, FUNCTIONS, tokens=("<tool_call>", "<think>", "</think>"))
+        assert (parser.add(text) + parser.finish(cut=True)).text == text
+    for sign, text in ((LLAMA, '{"name": "Bob and'), (PYTHONIC, "[Bob")):
+        parser = AnswerParser(answer_style(sign), FUNCTIONS)
+        assert parser.add(text).text == text
+
+
+def test_a_thought_that_is_cut_may_hold_a_call() -> None:
+    case = Case("<think> <tool_call>", f"<think>Say {hermes(PARIS)} or</thi")
+    whole, calls = cut_off(case, [case.answer])
+    assert (whole.text, whole.reasoning, calls) == ("", f"Say {hermes(PARIS)} or", [])
+
+
 TYPED: dict[str, dict[str, Any]] = {
     "get_weather": FUNCTIONS["get_weather"],
     "set": {
@@ -426,7 +498,9 @@ TYPED: dict[str, dict[str, Any]] = {
     "now": FUNCTIONS["now"],
 }
 ENDS = ['"', "}", "]", ")", '<|"|>', "<escape>", "</think>", "<|end|>", "</parameter>", "1"]
-ENDS += ["</｜DSML｜parameter>", "</arg_value>"]
+ENDS += [
+    f"{tags.value_end}\n{tags.call_end}" for tags in (QWEN_TAGS, MINIMAX_TAGS, DSML_TAGS, GLM_TAGS)
+]
 
 
 def walk(grammar: str, draw: random.Random, ends: list[str]) -> str | None:
@@ -476,6 +550,7 @@ def test_what_a_grammar_allows_is_read(format: ToolFormat, choice: str) -> None:
             thinking=thinking,
             may_think=False,
             special_tokens={},
+            text_tokens={},
             loose=(),
             schema_of=lambda function: {"additionalProperties": False} | function["parameters"],
         )
@@ -498,6 +573,494 @@ def test_what_a_grammar_allows_is_read(format: ToolFormat, choice: str) -> None:
         if choice == "set":
             assert {call.name for call in calls} == {"set"}
     assert found or choice == "auto"
+
+
+# Arguments that are not written as JSON
+
+
+def keywords(format: ToolFormat) -> dict[str, Any]:
+    """What the parser of a format is given."""
+    return format.read.keywords if isinstance(format.read, partial) else {}
+
+
+TAGS: dict[str, Tags] = {
+    each.name: keywords(each)["tags"] for each in FORMATS if "tags" in keywords(each)
+}
+NOT_JSON = [each for each in FORMATS if each.name in (*TAGS, "gemma4", "functiongemma", "lfm2")]
+
+
+def written(format: ToolFormat, arguments: dict[str, Any]) -> str:
+    """A call of f as the templates of a format write it."""
+    if (tags := TAGS.get(format.name)) is None:
+        if format.name == "lfm2":
+            values = [f"{key}={js_of(value)}" for key, value in arguments.items()]
+            return f"<|tool_call_start|>[f({', '.join(values)})]<|tool_call_end|>"
+        begin, end, quote = (keywords(format)[key] for key in ("begin", "end", "quote"))
+        return f"{begin}call:f{in_gemma(arguments, quote)}{end}"
+    parameters = "".join(parameter(tags, *each) for each in arguments.items())
+    if tags is GLM_TAGS:
+        return f"<tool_call>f\n{parameters}</tool_call>"
+    call = f"{tags.call}f{tags.name_end}\n{parameters}{tags.call_end}\n"
+    return f"{tags.section}\n{call}{tags.section_end}"
+
+
+def parameter(tags: Tags, name: str, value: Any) -> str:
+    is_text, newline = isinstance(value, str), "\n" if tags.newlines else ""
+    attribute = f'" string="{js_of(is_text)}"' if tags is DSML_TAGS else ""
+    begin = f"{tags.parameter}{name}{attribute}{tags.key_end}{newline}"
+    begin += "\n<arg_value>" if tags is GLM_TAGS else ""
+    return f"{begin}{value if is_text else js_of(value)}{newline}{tags.value_end}\n"
+
+
+def in_gemma(value: Any, quote: str) -> str:
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{in_gemma(each, quote)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(in_gemma(each, quote) for each in value)}]"
+    return f"{quote}{value}{quote}" if isinstance(value, str) else js_of(value)
+
+
+def js_of(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def read(format: ToolFormat, answer: str, schema: dict[str, Any]) -> Any:
+    """The arguments of an answer's only call, the same however it arrives."""
+    style, found = AnswerStyle(format, ("<think>", "</think>"), True), []
+    for pieces in ([answer], list(answer)):
+        parser, calls = AnswerParser(style, {"f": schema}), list[ToolCall]()
+        told = [*map(parser.add, pieces), parser.finish()]
+        add_deltas(calls, [delta for each in told for delta in each.tool_calls])
+        assert "".join(each.text for each in told) == ""
+        found.append([json.loads(call.arguments) for call in calls])
+    assert found[0] == found[1]
+    (arguments,) = found[0]
+    return arguments
+
+
+def grammar_of(format: ToolFormat, schema: dict[str, Any], *, strict: bool = True) -> str:
+    function = {"name": "f", "parameters": schema, "strict": strict}
+    params = Reading(
+        AnswerStyle(format, ("<think>", "</think>"), True),
+        check_tools([{"type": "function", "function": function}], "required", False),
+        thinking=False,
+        may_think=False,
+        keep=frozenset(),
+        special_tokens={},
+        text_tokens={},
+        ends=frozenset(),
+    ).held(SamplingParams())
+    assert params.grammar is not None
+    return params.grammar
+
+
+def accepts(grammar: str, answer: str) -> bool:
+    llguidance = pytest.importorskip("llguidance")
+    source = llguidance.LLMatcher.grammar_from_lark(grammar)
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = list(answer.encode())
+    taken: int = matcher.try_consume_tokens(tokens)
+    return taken == len(tokens) and matcher.is_accepting()
+
+
+DEFINED: dict[str, Any] = {
+    "Zip": {"type": "string"},
+    "Colour": {"enum": ["red", "12"], "title": "Colour", "type": "string"},
+    "Tree": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "parts": {"type": "array", "items": {"$ref": "#/$defs/Tree"}},
+        },
+        "required": ["name"],
+    },
+}
+TEXTS: dict[str, Any] = {
+    "ref": {"$ref": "#/$defs/Zip"},
+    "ref_within": {"$ref": "#/properties/text"},
+    "all_of": {"allOf": [{"$ref": "#/$defs/Zip"}, {"maxLength": 99}]},
+    "optional_ref": {"anyOf": [{"$ref": "#/$defs/Zip"}, {"type": "null"}]},
+    "one_of": {"oneOf": [{"type": "string"}, {"type": "boolean"}]},
+    "types": {"type": ["string", "null"]},
+    "const": {"const": "12345"},
+    "enum": {"enum": ["12345", "a"]},
+    "pattern": {"type": "string", "pattern": "^[0-9]+$"},
+    "date": {"type": ["null", "string"], "format": "date"},
+}
+
+
+@pytest.mark.parametrize("format", NOT_JSON, ids=lambda each: each.name)
+def test_a_text_stays_one_however_its_schema_says_so(format: ToolFormat) -> None:
+    for name, own in TEXTS.items():
+        properties = {"text": {"type": "string"}, "value": own}
+        schema = {"type": "object", "properties": properties, "$defs": DEFINED}
+        given = {"value": "2026-01-31" if name == "date" else "12345"}
+        answer = written(format, given)
+        assert read(format, answer, schema) == given, name
+        assert accepts(grammar_of(format, schema), answer), name
+
+
+@pytest.mark.parametrize(
+    "format", [each for each in FORMATS if each.name in TAGS], ids=lambda it: it.name
+)
+def test_what_may_be_text_or_something_else(format: ToolFormat) -> None:
+    """It is the other where it is written as that."""
+    if format.name == "deepseek_v3.2":  # says which it is
+        schema = {"type": "object", "properties": {"value": {}}}
+        for given in ({"value": "5"}, {"value": 5}, {"value": "null"}, {"value": [1]}):
+            assert read(format, written(format, given), schema) == given
+        return
+    for own, values in (
+        ({"type": ["string", "number"]}, {"5": 5, "5.5": 5.5, "5 or 6": "5 or 6", "05": "05"}),
+        ({"type": ["string", "integer"]}, {"5": 5, "5.5": "5.5", "1e3": "1e3"}),
+        ({"type": ["string", "boolean"]}, {"true": True, "False": False, "5": "5", "no": "no"}),
+        ({"type": ["string", "null"]}, {"null": None, "None": None, "nil": "nil", "[1]": "[1]"}),
+        ({"type": ["string", "array"]}, {"[1]": [1], "[1": "[1", '{"a": 1}': '{"a": 1}'}),
+        ({}, {"5": 5, "true": True, '{"a": 1}': {"a": 1}, '"5"': '"5"', "x = 1": "x = 1"}),
+        ({"type": "integer"}, {"5": 5, "five": "five", "True": True}),
+        ({"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "integer"}]}, {"red": "red", "12": 12}),
+    ):
+        schema = {"type": "object", "properties": {"value": own}, "$defs": DEFINED}
+        for text, value in values.items():
+            answer = written(format, {"value": text})
+            assert read(format, answer, schema) == {"value": value}, (own, text)
+
+
+@pytest.mark.parametrize("format", NOT_JSON, ids=lambda each: each.name)
+def test_a_value_that_holds_its_end_comes_whole(format: ToolFormat) -> None:
+    properties = {
+        "a": {"type": "string"},
+        "b": {"type": ["string", "null"]},
+        "c": {"type": "array", "items": {"type": "string"}},
+        "d": {"$ref": "#/$defs/Tree"},
+    }
+    schema = {"type": "object", "properties": properties, "$defs": DEFINED}
+    grammar = grammar_of(format, schema)
+    for tags in TAGS.values():
+        end = tags.value_end
+        text = f"<a>{end}</a>{end} {end}{tags.parameter.upper()}\n{end}\n{end}"
+        within = f"{end}{tags.call_end}{end} {tags.parameter}a{tags.key_end}"
+        given = {"a": text, "b": text, "c": [within, text], "d": {"name": within}}
+        answer = written(format, given)
+        assert read(format, answer, schema) == given
+        assert accepts(grammar, answer)
+    # What would be read as an end cannot be written as text.
+    if own := TAGS.get(format.name):
+        wrong = {"a": f"x{own.value_end}\n{own.call_end} y"}
+        assert not accepts(grammar, written(format, wrong))
+
+
+POOL: list[Any] = ["", "a", "b", "ab", "abc", "12", "12345", "red", "null", "None", "true", "x y"]
+POOL += ["1.5", "a/b", "é✓", "it's", '"q"', "two\nlines\n", "</parameter>", "2024-02-29", "::1"]
+POOL += ["192.168.0.1", "123e4567-e89b-12d3-a456-426614174000", 0, 1, 7, 12, -3, 2.5, True, None]
+POOL += [[], ["a"], [1, 2], ["a", None], [[]], {}, {"name": "a"}, {"name": "a", "parts": []}]
+POOL += [{"name": "</arg_value>", "parts": [{"name": "1"}]}]
+
+
+def some_schema(draw: random.Random, depth: int = 0) -> Any:
+    def number() -> int:
+        return draw.randint(0, 3)
+
+    def nested() -> Any:
+        return some_schema(draw, depth + 1)
+
+    simple: list[Callable[[], Any]] = [
+        lambda: {},
+        lambda: {"type": draw.choice(["string", "integer", "number", "boolean", "null"])},
+        lambda: {"type": "string", "minLength": number(), "maxLength": 3 + number()},
+        lambda: {"type": "string", "pattern": draw.choice(["^[a-z]{2,3}$", "[0-9]", "^a|b$", "/"])},
+        lambda: {"type": "string", "format": draw.choice(["uuid", "ipv4", "ipv6"])},
+        lambda: {"type": "integer", "minimum": number(), "exclusiveMaximum": 9},
+        lambda: {"enum": draw.sample(POOL[:-14], 5)},
+        lambda: {"const": draw.choice(POOL[:-10])},
+        lambda: {"type": draw.sample(["string", "number", "boolean", "null"], 2)},
+        lambda: {"$ref": f"#/$defs/{draw.choice(list(DEFINED))}"},
+    ]
+    parts: list[Callable[[], Any]] = [
+        lambda: {"anyOf": [nested(), draw.choice([{"type": "null"}, draw.choice(simple)()])]},
+        lambda: {"allOf": [draw.choice(simple)(), {"maxLength": 4, "minimum": 1, "maxItems": 1}]},
+        lambda: {"type": "array", "items": nested(), "minItems": number() // 2},
+        lambda: {"type": "array", "prefixItems": [nested()], "maxItems": number()},
+        lambda: some_object(draw, depth + 1) | {"additionalProperties": draw.random() < 0.5},
+    ]
+    return draw.choice(simple if depth > 2 else [*simple, *parts, *parts])()
+
+
+def some_object(draw: random.Random, depth: int = 0) -> dict[str, Any]:
+    names = draw.sample(["a", "b", "name"], draw.randint(1, 3))
+    properties = {name: some_schema(draw, depth) for name in names}
+    required = [name for name in names if draw.random() < 0.5]
+    # Grammars want what is required first.
+    ordered = {name: properties[name] for name in sorted(names, key=lambda it: it not in required)}
+    return {"type": "object", "properties": ordered, "required": required}
+
+
+@pytest.mark.parametrize("format", NOT_JSON, ids=lambda each: each.name)
+def test_strict_functions_get_what_is_valid_and_all_of_it(format: ToolFormat) -> None:
+    hold_to_jsonschema(format, range(4))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("format", NOT_JSON, ids=lambda each: each.name)
+def test_strict_functions_at_length(format: ToolFormat) -> None:
+    hold_to_jsonschema(format, range(4, 60))
+
+
+def hold_to_jsonschema(format: ToolFormat, seeds: Sequence[int]) -> None:
+    """Whatever the grammar accepts is read as valid, and what is valid is accepted and read as it
+    is; but what may be another type than text where it looks like that."""
+    jsonschema = pytest.importorskip("jsonschema")
+    accepted, refused = 0, list[str]()
+    for seed in seeds:
+        draw = random.Random(seed)
+        schema = some_object(draw) | {"$defs": DEFINED}
+        check = partial(jsonschema.Draft202012Validator, format_checker=jsonschema.FormatChecker())
+        try:
+            grammar = grammar_of(format, schema)
+        except RequestError as error:
+            refused.append(str(error))
+            continue
+        for turn in range(3):
+            answer = walk(grammar, random.Random(turn), [*ENDS, "a", "2024-02-29"])
+            if answer is not None:
+                arguments = read(format, answer, schema)
+                assert check(schema).is_valid(arguments), (seed, schema, answer)
+                accepted += 1
+            given = {}
+            for name, own in schema["properties"].items():
+                own_check = check({**own, "$defs": DEFINED})
+                valid = [each for each in POOL if own_check.is_valid(each)]
+                if valid and (name in schema["required"] or draw.random() < 0.5):
+                    given[name] = draw.choice(valid)
+            answer = written(format, given)
+            arguments = read(format, answer, schema)
+            others = [name for name, value in given.items() if arguments[name] != value]
+            assert all(
+                given[name] in ("12", "12345", "1.5", "null", "None", "true") for name in others
+            )
+            if not others and check(schema).is_valid(given):
+                assert accepts(grammar, answer), (seed, schema, answer)
+                accepted += 1
+    for error in refused:
+        assert re.search(
+            "cannot be followed.*: .*(Unsatisf|no value|also be text|of a|of an)", error
+        )
+    assert accepted > len(seeds)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda each: each.name)
+def test_an_optional_enum_of_pydantic(format: ToolFormat) -> None:
+    """As `Optional[Colour]` is described, with titles and the default."""
+    own = {"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}], "default": None, "title": "C"}
+    schema = {"$defs": DEFINED, "type": "object", "properties": {"c": own}, "required": ["c"]}
+    if format in NOT_JSON:
+        grammar = grammar_of(format, schema)
+        for value, is_valid in (("red", True), (None, True), ("blue", False), (3, False)):
+            answer = written(format, {"c": value})
+            assert accepts(grammar, answer) == is_valid
+            assert not is_valid or read(format, answer, schema) == {"c": value}
+    for turn in range(3):
+        answer = walk(grammar_of(format, schema), random.Random(turn), ENDS)
+        assert answer is not None
+        assert read(format, answer, schema)["c"] in ("red", "12", None)
+
+
+@pytest.mark.parametrize(
+    ("format", "own", "message"),
+    [
+        ("glm", {"type": "string", "pattern": "(^a|b$)"}, "pattern '(^a|b$)': ^ cannot be"),
+        ("gemma4", {"type": "string", "pattern": "^(?i)a$"}, r"(?i) cannot be followed there"),
+        ("glm", {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 1}]}, "minimum of"),
+        ("gemma4", {"enum": [["a"], ["b"]]}, "enum or const of a list"),
+        ("gemma4", {"const": {"a": 1}}, "enum or const of an object"),
+        ("gemma4", {"type": "object", "patternProperties": {"a": {}}}, "patternProperties"),
+        ("gemma4", {"type": "object", "minProperties": 1}, "minProperties"),
+        ("functiongemma", {"type": "object", "maxProperties": 1}, "maxProperties"),
+        ("glm", {"type": "string", "format": "date", "maxLength": 3}, "Unsatisfiable"),
+        ("glm", {"type": "string", "format": "regex"}, "Unknown format: regex"),
+        ("gemma4", {"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ],
+)
+def test_what_cannot_be_held_is_refused_by_name(
+    format: str, own: dict[str, Any], message: str
+) -> None:
+    """Of strict functions. Of others it is not held, and all else is."""
+    (found,) = (each for each in FORMATS if each.name == format)
+    properties = {"a": own, "b": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties, "required": ["a", "b"]}
+    with pytest.raises(RequestError, match="f cannot be followed.*" + re.escape(message)):
+        grammar_of(found, schema)
+    grammar = grammar_of(found, schema, strict=False)
+    value: Any = "none of it" if own.get("type") == "string" or "anyOf" in own else None
+    if value is None:
+        value = {} if own.get("type") == "object" or "const" in own else []
+    assert accepts(grammar, written(found, {"a": value, "b": 3}))
+    is_known = not message.startswith(("Unknown", "uniqueItems", "Unsatisfiable"))
+    assert accepts(grammar, written(found, {"a": value, "b": "text"})) != is_known
+
+
+@pytest.mark.parametrize("format", NOT_JSON, ids=lambda each: each.name)
+def test_names_that_a_format_cannot_write(format: ToolFormat) -> None:
+    name = {"lfm2": "class", "glm": "</arg_key>"}.get(format.name, 'a":>{')
+    properties = {name: {"type": "string"}, "b": {"type": "string"}}
+    schema = {"type": "object", "properties": properties}
+    with pytest.raises(RequestError, match=r"name .* of a property"):
+        grammar_of(format, schema)
+    assert accepts(grammar_of(format, schema, strict=False), written(format, {"b": "x"}))
+
+
+@pytest.mark.parametrize("format", NOT_JSON, ids=lambda each: each.name)
+def test_arguments_that_no_schema_names(format: ToolFormat) -> None:
+    """Of objects that may have any, and of functions whose schema is not known."""
+    given = {"first": "x", "second": 3, "third": {"a": [None]}}
+    free = {"type": "object", "additionalProperties": True}
+    unknown = {"type": "object", "properties": {"a": {"not": {"type": "null"}}}}
+    for schema in (free, {"type": "object"}, unknown):
+        answer = written(format, given)
+        assert accepts(grammar_of(format, schema, strict=False), answer)
+        assert read(format, answer, schema) == given
+    schema = {"type": "object", "additionalProperties": {"type": "string"}, "properties": {"n": {}}}
+    grammar = grammar_of(format, schema)
+    answer = written(format, {"n": 1, "first": "1", "second": "2"})
+    assert accepts(grammar, answer)
+    assert read(format, answer, schema) == {"n": 1, "first": "1", "second": "2"}
+    # What a part of the schema says of properties is not lost for another part.
+    parts = {"allOf": [{"properties": {"b": {"type": "string"}}, "required": ["b"]}]}
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, **parts}
+    assert accepts(grammar_of(format, schema), written(format, {"b": "2"}))
+    assert not accepts(grammar_of(format, schema), written(format, {"a": "1"}))
+    either = {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    schema = {"type": "object", "properties": {"a": {}, "b": {}}, **either}
+    for given, is_valid in (({"a": 1}, True), ({"b": 1}, True), ({}, False), ({"c": 1}, False)):
+        assert accepts(grammar_of(format, schema), written(format, given)) == is_valid
+
+
+def test_formats_of_texts_are_those_of_jsonschema() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    texts = ["2024-02-29", "2023-02-29", "2023-02-28", "1900-02-29", "2000-02-29", "2023-04-31"]
+    texts += ["0000-01-01", "2023-1-1", "1.2.3.4", "256.1.1.1", "01.2.3.4", "::", "::1", "1::", "1"]
+    texts += ["1:2:3:4:5:6:7:8", "1:2:3:4:5:6:7::", "1::8", "::2:3:4:5:6:7:8", "1:2:3:4:5:6:7"]
+    texts += ["1::2::3", "12345::", "1:2:3:4:5:6:7:8:9", "123e4567-e89b-12d3-a456-426614174000"]
+    check = jsonschema.FormatChecker()
+    for text in texts:
+        for name in ("date", "ipv4", "ipv6", "uuid"):
+            is_one = re.fullmatch(FORMATS_OF_TEXTS[name], text) is not None
+            assert is_one == check.conforms(text, name), (name, text)
+    others = {
+        "time": ("23:59:59Z", "23:59:59.5+01:30", "24:00:00Z", "12:00:00"),
+        "date-time": ("2024-02-29T00:00:00Z", "2024-02-29t01:02:03-08:00", "2024-02-29", "T"),
+        "duration": ("P1Y2M3DT4H5M6S", "PT0.5S", "P1YT", "1D"),
+        "hostname": ("a-b.example", "localhost", "-a", "a..b"),
+        "email": ("a.b+c@d.e", "o'neil@example.com", "a@", "a b@c.d"),
+        "uri": ("https://a.b:80/c%20d/?e=f#g", "urn:isbn:12", "//a.b", "https://a b"),
+    }
+    for name, (one, other, *wrong) in others.items():
+        assert re.fullmatch(FORMATS_OF_TEXTS[name], one)
+        assert re.fullmatch(FORMATS_OF_TEXTS[name], other)
+        assert not any(re.fullmatch(FORMATS_OF_TEXTS[name], each) for each in wrong)
+
+
+def walk_tokens(
+    constraint: Constraint, tokenizer: Tokenizer, draw: random.Random, often: list[list[int]]
+) -> list[int] | None:
+    """The tokens of an answer, drawn at random from those that may come; None for one that gets too
+    long."""
+    ids: list[int] = []
+    for _ in range(100):
+        allowed = set(np.flatnonzero(constraint.allowed_after(ids, 0, tokenizer.size)).tolist())
+        assert constraint.error is None
+        others = sorted(allowed - tokenizer.eos_token_ids)
+        if not others or (len(others) < len(allowed) and draw.random() < 0.4):
+            return ids
+        wanted = [each for each in often if constraint.count_allowed(ids, 0, each) == len(each)]
+        ids += draw.choice(wanted) if wanted and draw.random() < 0.7 else [draw.choice(others)]
+    return None
+
+
+# Gemma's are special. Were they text, they could stand in texts of arguments.
+KINDS = [(each, True) for each in FORMATS]
+KINDS += [(each, False) for each in FORMATS if "gemma" not in each.name]
+
+
+@pytest.mark.parametrize(
+    ("format", "special"), KINDS, ids=lambda each: each.name if isinstance(each, ToolFormat) else ""
+)
+def test_markers_that_are_tokens(format: ToolFormat, special: bool) -> None:
+    """Special or not: what is allowed token by token is read, and a call that has to come does."""
+    jsonschema = pytest.importorskip("jsonschema")
+    style = AnswerStyle(format, ("<think>", "</think>"), True)
+    markers = dict.fromkeys(style.markers(with_tools=True), special)
+    ends = [end for end in ("<|return|>", "<|call|>") if end in markers] or ["<|stop|>"]
+    added = markers | dict.fromkeys((*ends, "<|other|>"), True) | {"<b>": False}
+    tokenizer = demo_tokenizer(added, ends)
+    constraints = Constraints(tokenizer, tokenizer.size)
+    often = [tokenizer.encode(text) for text in dict.fromkeys((*markers, "<b>", *ENDS))]
+    often = [ids for ids in often if tokenizer.eos_token_ids.isdisjoint(ids)]
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+        for name, schema in TYPED.items()
+    ]
+    for choice, thinking in (("required", False), ("auto", not format.whole)):
+        reading = replace(
+            Reading.of(tokenizer, check_tools(tools, choice), [], None),
+            style=style,
+            thinking=thinking,
+            may_think=not thinking,
+            keep=tokenizer.named_in(tuple(markers)),
+        )
+        params = reading.held(SamplingParams())
+        if not params.constrained:
+            assert (format.whole, choice) == (True, "auto")
+            continue
+        draws = map(random.Random, range(20))
+        constraint = constraints.of(params)
+        assert constraint is not None
+        walks = (walk_tokens(constraint, tokenizer, draw, often) for draw in draws)
+        ids = next(each for each in walks if each is not None)
+        detokenizer, parser = StreamingDetokenizer(tokenizer, [], reading.keep), reading.parser()
+        text = [*map(detokenizer.add, ids), detokenizer.finish()]
+        calls = list[ToolCall]()
+        for told in [*map(parser.add, text), parser.finish()]:
+            add_deltas(calls, told.tool_calls)
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), TYPED[call.name])
+        assert calls or choice == "auto", "".join(text)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_marker_with_a_token_in_it(special: bool) -> None:
+    """What it begins with is text as long as the token does not follow."""
+    tokenizer = demo_tokenizer(
+        {"<|stop|>": True, DSML: special}, ["<|stop|>"], f"{{{{ tools }}}}<{DSML}"
+    )
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+        for name, schema in FUNCTIONS.items()
+    ]
+    reading = Reading.of(tokenizer, check_tools(tools), [], None)
+    path, code = "<a/>", "if a < b:\n  </p></b>"
+    answer = (
+        f'See a <b> </p>.\n<{DSML}function_calls>\n<{DSML}invoke name="write_file">\n'
+        f'<{DSML}parameter name="path" string="true">{path}</{DSML}parameter>\n'
+        f'<{DSML}parameter name="text" string="true">{code}</{DSML}parameter>\n'
+        f"</{DSML}invoke>\n</{DSML}function_calls> And < so."
+    )
+    constraint = Constraints(tokenizer, tokenizer.size).of(reading.held(SamplingParams()))
+    assert constraint is not None
+    ids = tokenizer.encode(answer)
+    for i, token in enumerate(ids):
+        assert constraint.allowed_after(ids[:i], 0, tokenizer.size)[token], tokenizer.decode(
+            ids[:i]
+        )
+    parser = reading.parser()
+    pieces = parser.add(answer) + parser.finish()
+    calls = list[ToolCall]()
+    add_deltas(calls, pieces.tool_calls)
+    assert [(call.name, call.parsed()) for call in calls] == [
+        ("write_file", {"path": path, "text": code})
+    ]
+    assert pieces.text == "See a <b> </p>.\n And < so."
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda each: each.name)

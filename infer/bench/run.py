@@ -366,8 +366,8 @@ def _dtypes(weights: Iterable[GpuTensor]) -> str:
 def _check_positions(context: int, needed: int) -> None:
     if context < needed:
         raise RequestError(
-            f"The tests need {needed} positions, and the context holds {context}. Raise it "
-            "(--context) or ask for fewer tokens."
+            f"Each answer of the tests may need {needed} positions, and the context holds "
+            f"{context}. Raise it (--context) or ask for fewer tokens."
         )
 
 

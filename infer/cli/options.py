@@ -336,6 +336,16 @@ def parse_adapter(option: str) -> tuple[str, str]:
     )
 
 
+def parse_host(option: str) -> str:
+    """The name of a host. Raises typer.BadParameter."""
+    if re.fullmatch(r"[\w.-]+|\[[\w:.%]+]|\*", option, re.ASCII):
+        return option
+    raise typer.BadParameter(
+        f"{shown(option)} is no name of a host, such as example.org, without a port",
+        param_hint="--allowed-host",
+    )
+
+
 _UNITS = {"": 1} | {
     unit + end: base**power
     for power, unit in enumerate("kmgt", 1)

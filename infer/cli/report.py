@@ -14,7 +14,7 @@ from infer.kernels.gpu.device import Device, Limits
 from infer.llm import LLM
 from infer.models.loading.checkpoint import listed
 from infer.progress import size, visible
-from infer.results import Result
+from infer.results import Result, TopLogprob
 from infer.sampling import SamplingParams
 from infer.versions import versions
 
@@ -269,10 +269,19 @@ def answer_json(result: Result) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "logprobs": None
         if result.logprobs is None
-        else [asdict(entry) for entry in result.logprobs],
+        else [
+            _logprob_json(entry) | {"top": [*map(_logprob_json, entry.top)], "start": entry.start}
+            for entry in result.logprobs
+        ],
         "prompt_tokens": result.prompt_tokens,
         "completion_tokens": result.completion_tokens,
     }
+
+
+def _logprob_json(entry: TopLogprob) -> dict[str, Any]:
+    """A token's log probability; its bytes as numbers, as OpenAI's API has them."""
+    known = {"token_id": entry.token_id, "logprob": entry.logprob, "text": entry.text}
+    return known | {"bytes": list(entry.raw)}
 
 
 def result_json(

@@ -31,6 +31,7 @@ from infer.cli.options import (
     loading_option,
     parse_adapter,
     parse_bytes,
+    parse_host,
     server_option,
 )
 from infer.cli.terminal import exit_codes, note, warnings_as_notes, write
@@ -84,6 +85,16 @@ def serve(
             metavar="ORIGIN",
             help="Let web pages of this origin ask, such as https://example.org; * of all. Can be "
             "repeated. Without it, none of another origin.",
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        server_option(
+            "--allowed-host",
+            metavar="NAME",
+            help="Answer requests to this name, too, such as one that a proxy passes on; * to any. "
+            "Can be repeated. Without it, those to this machine's own names, or to any with a "
+            "--host that lets others in.",
         ),
     ] = None,
     strict: Annotated[
@@ -173,6 +184,7 @@ def serve(
         nbytes = parse_bytes(cache_memory, "--cache-memory")
         if "" in (api_key or ()):
             raise typer.BadParameter("an empty key keeps nobody out", param_hint="--api-key")
+        allowed = [parse_host(each) for each in allowed_host or ()]
         adapters = dict(map(parse_adapter, adapter or ()))
         of_one = (
             *(served_name, revision, adapters or None),
@@ -186,7 +198,7 @@ def serve(
             )
         with _extra():
             from infer.server.host import Host
-            from infer.server.run import listen, logging_to_stderr, url
+            from infer.server.run import is_local, listen, logging_to_stderr, url
             from infer.server.run import serve as serve_until_signal
             from infer.server.service import ServerOptions
         from infer.text.chat import own_template
@@ -215,11 +227,14 @@ def serve(
         # First: a port that is taken shows before the model is read.
         with listen(host, port) as opened:
             address = url(opened)
+            if is_local(opened):
+                allowed.append(host)
             options = ServerOptions(
                 name=served_name,
                 api_keys=api_key or (),
                 strict=strict,
                 cors_origins=cors_origin or (),
+                allowed_hosts=allowed or None,
             )
             ready = lambda host: write(_screen(host, address))  # noqa: E731
             with logging_to_stderr(log_level.value):
@@ -290,7 +305,7 @@ def _screen(host: Host, address: str) -> str:
     if (llm := host.only) is not None:
         memory = llm.stats().memory
         rows["memory"] = f"{size(memory.allocated)} on {llm.gpu.name}"
-        rows["slots"] = f"{llm.slots} answers at once, of {llm.context:,} positions at most"
+        rows["slots"] = f"{llm.slots} answers at once, each of {llm.context:,} positions at most"
         chat = llm.tokenizer.has_chat_template
     else:
         rows["loaded"] = "each when it is first asked for"

@@ -9,9 +9,11 @@ of Rust's regex, without look-around) and of Lark it knows; the rest is refused 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from decimal import Decimal
 from functools import lru_cache
 from importlib import import_module
 from itertools import takewhile
@@ -27,7 +29,7 @@ from infer.kernels.errors import InferError, RequestError, UnsupportedError
 from infer.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
     from infer.text.tokenizer import Tokenizer
 
@@ -46,13 +48,15 @@ def schema_error(schema: Mapping[str, Any]) -> str | None:
     except ImportError:
         return None
     with foreign("schema cannot be followed", RequestError):
+        if (error := _unusable(schema)) is not None:  # first: some of it would end the process
+            return error
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        return LLMatcher.validate_grammar(grammar).strip() or _unusable(schema)
+        return LLMatcher.validate_grammar(grammar).strip() or None
 
 
 def _unusable(schema: object) -> str | None:
-    """Why a schema would fail in the middle of an answer."""
-    return _too_wide(schema) or _circular(schema)
+    """Why a schema would fail in the middle of an answer, or not hold it."""
+    return _too_wide(schema) or _circular(schema) or _number_error(schema)
 
 
 def _circular(schema: object) -> str | None:
@@ -120,6 +124,87 @@ def _too_wide(schema: object) -> str | None:
                     f"{MOST_OPTIONAL} can be followed. Require some, or nest them in objects."
                 )
     return None
+
+
+def _number_error(schema: object) -> str | None:
+    """Which number of a schema the library would make another one of, as it counts in float64 and
+    int64 (where the least integer ends the process), or would count with for minutes."""
+    parts: list[Any] = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        if not isinstance(part, Mapping):
+            continue
+        for key, value in part.items():
+            if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+                parts += value.values()
+            elif key in ("const", "enum"):
+                for number in _numbers(value):
+                    if abs(number) >= _INT64 or _is_rounded(number):
+                        return _beyond(key, number)
+            elif key in _BOUNDS:
+                for number in _numbers(value):
+                    if not _is_held(key, number, part.get("type")):
+                        return _beyond(key, number)
+            elif key == "multipleOf":
+                for number in _numbers(value):
+                    if len(Decimal(str(number)).normalize().as_tuple().digits) > 5:
+                        return f"multipleOf {number}: at most 5 digits before zeros can be followed"
+            elif key not in ("default", "examples"):
+                parts.append(value)
+    return None
+
+
+_SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_FLOAT64, _INT64 = 1 << 53, 1 << 63  # up to which all integers are held
+
+
+def _numbers(value: object) -> Iterator[int | float]:
+    """Those in a value of JSON."""
+    parts: list[Any] = [value]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+        elif isinstance(part, int | float) and not isinstance(part, bool):
+            yield part
+
+
+def _is_rounded(number: int | float) -> bool:
+    """Whether float64 does not have it."""
+    return isinstance(number, int) and (abs(number) >= 1 << 1023 or float(number) != number)
+
+
+def _is_held(bound: str, number: int | float, kind: object) -> bool:
+    """Whether an answer is held to a bound of numbers of this type."""
+    if number <= -_INT64:
+        return False
+    kinds = kind if isinstance(kind, list) else [kind]
+    if bound == "maximum" and number >= _INT64 - 1 and "integer" in kinds and "number" not in kinds:
+        return True  # as no greater integers are written
+    if bound.startswith("exclusive") and isinstance(number, int):
+        return abs(number) < _FLOAT64  # the next one has to be held
+    return not _is_rounded(number)
+
+
+def _beyond(key: str, number: int | float) -> str:
+    digits = f"{number:,}" if abs(number) < 10**40 else "a number of more than 40 digits"
+    return (
+        f"{key} {digits} would be rounded: integers beyond 2^53 are not held exactly. Leave it "
+        "out, or make it a string."
+    )
+
+
+def _schemas_in(grammar: str) -> Iterator[object]:
+    """The JSON schemas in a grammar."""
+    for found in re.finditer(r"%json\s*", grammar):
+        with suppress(ValueError, RecursionError):  # which the library says better
+            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+            yield schema
 
 
 def library() -> ModuleType:
@@ -309,8 +394,8 @@ class Constraints:
             )
         with foreign("llguidance does not know this tokenizer", UnsupportedError):
             self._size = max(vocab_size, tokenizer.size)  # either may have more
-            description = _described(tokenizer.to_json())
-            self._tokenizer = llguidance.LLTokenizer(description, self._size, self._ends)
+            self._tokenizer = _library_tokenizer(llguidance, tokenizer, self._size, self._ends)
+        self._text_ids = tokenizer.added_text_ids
 
     def of(self, params: SamplingParams) -> Constraint | None:
         """The constraint that the parameters ask for, if they do. Raises RequestError for what the
@@ -326,7 +411,12 @@ class Constraints:
         elif params.regex is not None:
             name, source = "regex", self._matcher.grammar_from_regex(params.regex)
         elif params.grammar is not None:
-            name, source = "grammar", self._matcher.grammar_from_lark(params.grammar)
+            name = "grammar"
+            with foreign("grammar cannot be followed", RequestError):  # as above
+                for schema in _schemas_in(params.grammar):
+                    if (error := _unusable(schema)) is not None:
+                        raise RequestError(f"grammar cannot be followed: {error}")
+            source = self._matcher.grammar_from_lark(_by_ids(params.grammar, self._text_ids))
         else:
             return None
         return self._constraint(name, self._beginning(name, source).deep_copy())
@@ -345,13 +435,81 @@ class Constraints:
         return Constraint(name, matcher, self._size, self._threads, self._ends)
 
 
-def _described(tokenizer: str) -> str:
-    """The tokenizer.json in a form that the library reads: it does not know the Metaspace decoder,
-    but its parts."""
+def _library_tokenizer(
+    llguidance: ModuleType, tokenizer: Tokenizer, size: int, ends: Sequence[int]
+) -> LLTokenizer:
+    """The tokenizer as the library sees it, of `size` tokens: special tokens, and `ends`, are none
+    of them text, all others are.
+
+    Of a tokenizer.json the library takes every added token of the form <...> for special, and finds
+    special tokens in texts that spell their names.
+    """
+    names = {i: tokenizer.token_text(i) for i in {*tokenizer.special_names.values(), *ends}}
+    encoder = llguidance.LLTokenizer(_encoder_json(tokenizer.to_json()), size, ends, slices=[])
+
+    def text_of(token: int) -> bytes:
+        text: bytes = encoder.decode_bytes([token]) if tokenizer.is_shown(token) else b""
+        return text
+
+    # What the library asks of a tokenizer that it has not made. It calls it: into Rust at once, as
+    # Ctrl-C could interrupt Python.
+    vocabulary = {
+        "is_tokenizer_wrapper": True,
+        "bos_token_id": None,
+        "eos_token_id": ends[0],
+        "special_token_ids": sorted(names),
+        "tokens": [names[i].encode() if i in names else text_of(i) for i in range(size)],
+        "__call__": staticmethod(encoder.tokenize_str),
+    }
+    made: LLTokenizer = llguidance.LLTokenizer(type("Vocabulary", (), vocabulary)(), size, ends)
+    return made
+
+
+def _encoder_json(tokenizer: str) -> str:
+    """The tokenizer.json of an encoder in the form that the library reads: its tokens have exactly
+    the text that is given, which is neither normalized nor has special tokens in it."""
     description = json.loads(tokenizer)
-    decoder = description["decoder"]
-    if decoder is None or decoder["type"] != "Metaspace":
-        return tokenizer
-    space = {"pattern": {"String": decoder["replacement"]}, "content": " "}
-    decoders = [{"type": "Replace", **space}, {"type": "ByteFallback"}, {"type": "Fuse"}]
-    return json.dumps(description | {"decoder": {"type": "Sequence", "decoders": decoders}})
+    model, added, decoder = (description[key] for key in ("model", "added_tokens", "decoder"))
+    special = {token["content"] for token in added if token["special"]}
+
+    def unseen(name: str) -> str:
+        return f"\ufdd0{name}" if name in special else name  # begins with what is no character
+
+    for token in added:
+        token |= {"content": unseen(token["content"]), "lstrip": False, "rstrip": False}
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {unseen(name): i for name, i in vocab.items()}
+    else:
+        model["vocab"] = [[unseen(name), score] for name, score in vocab]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = unseen(model["unk_token"])
+    if "merges" in model:
+        merges = model["merges"]
+        model["merges"] = [each for each in merges if special.isdisjoint((*each, "".join(each)))]
+    description["normalizer"] = _marked_spaces(description["normalizer"])
+    description["post_processor"] = None
+    if decoder is not None and decoder["type"] == "Metaspace":  # unknown to it, unlike its parts
+        space = {"pattern": {"String": decoder["replacement"]}, "content": " "}
+        decoders = [{"type": "Replace", **space}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+        description["decoder"] = {"type": "Sequence", "decoders": decoders}
+    return json.dumps(description)
+
+
+def _marked_spaces(normalizer: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """What of a normalizer writes spaces in the form that the vocabulary has; None for nothing."""
+    if normalizer is None or normalizer["type"] != "Sequence":
+        is_space = normalizer is not None and normalizer.get("pattern") == {"String": " "}
+        return normalizer if is_space else None
+    steps = [step for step in map(_marked_spaces, normalizer["normalizers"]) if step is not None]
+    return {"type": "Sequence", "normalizers": steps}
+
+
+# A comment, a text or a regular expression of Lark, or what may be the name of a token.
+_LARK = re.compile(r'(?:#|//)[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(<[^<>\s]+>)')
+
+
+def _by_ids(grammar: str, ids: Mapping[str, int]) -> str:
+    """A grammar with the names of these tokens replaced by their ids: the library knows the names
+    of special tokens alone."""
+    return _LARK.sub(lambda found: f"<[{ids[found[1]]}]>" if found[1] in ids else found[0], grammar)

@@ -60,8 +60,9 @@ class EngineOptions:
             raise RequestError(f"max_batch must be at most {MAX_BATCH}, not {self.max_batch}.")
         if self.cache_positions is not None and self.cache_positions < self.context:
             raise RequestError(
-                f"A cache of {self.cache_positions} positions has no room for a context of "
-                f"{self.context}. Ask for a larger cache, or a smaller context (--context)."
+                f"A cache of {self.cache_positions:,} positions for all answers together has no "
+                f"room for one with a context of {self.context:,}. Ask for a larger cache, or a "
+                "smaller context (--context)."
             )
         for name in ("fuse", "raw", "invariant"):
             if not isinstance(getattr(self, name), bool):

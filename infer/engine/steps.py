@@ -14,7 +14,7 @@ from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.compile import lower
 from infer.kernels.compiler.graph import Graph, Value, stride
 from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
+from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, Target, padded_rows
 from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import OutOfMemoryError, UnsupportedError
 from infer.kernels.gpu.device import Buffer, Device
@@ -134,7 +134,9 @@ class Steps:
         values = Graph(self._traced, self._also).values
         for changes in (adapters.always, adapters.by_row):
             _check_projections(values, weights, changes)
-        bound = device.limits.max_binding // (4 * stride(_widest(values, fuse))) // 128 * 128
+        kind = StepKind(options.prefill_chunk, invariant=invariant)
+        prefill = Target(device, kind, Tuning(device), fuse)
+        bound = device.limits.max_binding // (4 * stride(_widest(values, prefill))) // 128 * 128
         if invariant:  # kernels of a few rows have no more
             bound = min(bound, MAX_BATCH)
         chunk = max(16, min(options.prefill_chunk, self.context, bound))
@@ -327,7 +329,7 @@ def _check_projections(
         )
 
 
-def _widest(values: Iterable[Value], fuse: bool) -> int:
+def _widest(values: Iterable[Value], target: Target) -> int:
     """How many values the widest thing has that is written for every row of a step."""
     widest = 0
     for value in values:
@@ -336,6 +338,6 @@ def _widest(values: Iterable[Value], fuse: bool) -> int:
         widest = max(widest, value.width)
         if isinstance(value, ExpertDown):  # each of a row's experts makes a row of its own
             widest = max(widest, value.routing.all_slots * stride(value.width))
-        elif isinstance(value, Attention) and not fuse:  # the scores of all heads
-            widest = max(widest, value.n_heads * value.cache.slots)
+        elif isinstance(value, Attention):
+            widest = max(widest, value.between(target))
     return widest

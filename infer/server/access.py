@@ -1,4 +1,5 @@
-"""The layers in front of all endpoints: API keys, and a log line for each request."""
+"""The layers in front of all endpoints: names of the server, API keys, and a log line for each
+request."""
 
 from __future__ import annotations
 
@@ -6,16 +7,82 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from ipaddress import ip_address, ip_network
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from infer.foreign import shown
 from infer.server.errors import ApiError, respond
 
 log = logging.getLogger(__name__)
+
+
+# What no page of the web has as its address: RFC 1918 and RFC 4193, and names that the public DNS
+# never has.
+_PRIVATE = [
+    ip_network(each) for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
+]
+_HOST = re.compile(r"(\[[\w:.%]+]|[\w.-]*)(?::[0-9]*)?", re.ASCII)
+_LOCAL = ".internal", ".local", ".localhost"
+
+
+class Hosts:
+    """Admits requests that call the server by a name of its own.
+
+    A page of the web can have its name mean this machine (DNS rebinding). To a browser it is of the
+    same origin then, and reads what it asks for; but its requests still have its name. What is
+    admitted is what Ollama admits since CVE-2024-28224.
+    """
+
+    def __init__(self, app: ASGIApp, names: Collection[str] | None) -> None:
+        """names: beside those of this machine. None, or "*" among them: any."""
+        self._app = app
+        self._names: frozenset[str] | None = None
+        if names is not None and "*" not in names:
+            own = socket.gethostname().lower()
+            named = (each.lower().removesuffix(".") for each in names)
+            self._names = frozenset({"localhost", own, own.partition(".")[0], *named})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._error(scope) if scope["type"] == "http" else None
+        if error is not None:
+            await (await respond(Request(scope), error))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _error(self, scope: Scope) -> ApiError | None:
+        hosts = Headers(scope=scope).getlist("host")
+        if not hosts and scope["http_version"] in ("0.9", "1.0"):  # of no browser
+            return None
+        called = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if called is None:
+            return ApiError(400, "A request has one header Host, with a name and perhaps a port.")
+        name = called[1].lower().removesuffix(".")
+        if self._names is None or name in self._names or _is_local(name):
+            return None
+        return ApiError(
+            403,
+            f"This server is not called {shown(name)}. If that is a name of yours, start it with "
+            f"--allowed-host {name}.",
+            code="host_not_allowed",
+        )
+
+
+def _is_local(name: str) -> bool:
+    """Whether a name or an address is of this machine or its network, whoever asks."""
+    try:
+        address = ip_address(name.strip("[]"))
+    except ValueError:
+        return name.endswith(_LOCAL)
+    address = getattr(address, "ipv4_mapped", None) or address
+    private = any(address in network for network in _PRIVATE)
+    return private or address.is_loopback or address.is_unspecified
 
 
 class Guard:

@@ -1,9 +1,10 @@
-"""How many answers may be asked for at once."""
+"""How many answers may be asked for at once, and how much of requests is in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from infer.server.errors import ApiError
 
@@ -36,3 +37,80 @@ class Admission:
             yield
         finally:
             self.count -= answers
+
+
+LARGE = 1 << 18  # bytes of a body, beyond which it takes turns
+_TURNS = 2  # large bodies that are in work at the same time
+# How many of the largest size all bodies together may reach. A large one is refused before that.
+_MOST, _MOST_LARGE = 16, 12
+
+
+class Bodies:
+    """The bodies of requests, each from its first byte until it is token ids. Large ones take
+    turns, and leave room for others. For one thread."""
+
+    def __init__(self, most: int) -> None:
+        """most: bytes of one."""
+        self.most = most
+        self.nbytes = 0
+        self.turns = asyncio.Semaphore(_TURNS)
+
+
+class Body:
+    """The body of a request."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._data = bytearray()
+        self._nbytes = 0
+        self._has_turn = False
+
+    @property
+    def is_large(self) -> bool:
+        return self._nbytes > LARGE
+
+    def add(self, part: bytes) -> None:
+        """Raises ApiError (413, 503)."""
+        self._data += part
+        self._nbytes += len(part)
+        self._bodies.nbytes += len(part)
+        most = self._bodies.most
+        if self._nbytes > most:
+            raise too_large(most)
+        if self._bodies.nbytes > most * (_MOST_LARGE if self.is_large else _MOST):
+            raise ApiError(
+                503,
+                "Too many large requests come at once. Try again later.",
+                headers={"Retry-After": "1"},
+            )
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """A block in which it is worked on, until it is released."""
+        if self.is_large:
+            await self._bodies.turns.acquire()
+            self._has_turn = True
+        try:
+            yield
+        finally:
+            self._end_turn()
+
+    def take(self) -> bytearray:
+        """The data, which it has no more."""
+        data, self._data = self._data, bytearray()
+        return data
+
+    def release(self) -> None:
+        """It is needed no more. May be called twice."""
+        self._bodies.nbytes -= self._nbytes
+        self._nbytes = 0
+        self._end_turn()
+
+    def _end_turn(self) -> None:
+        if self._has_turn:
+            self._has_turn = False
+            self._bodies.turns.release()
+
+
+def too_large(most: int) -> ApiError:
+    return ApiError(413, f"The body of a request has at most {most} bytes.")

@@ -137,7 +137,7 @@ def read(call: Call[MessagesRequest]) -> Job:
 
 async def count_tokens(call: Call[CountTokensRequest]) -> None:
     call.service.model(call.request.model)
-    prompt, tools, args = _read_chat(call)
+    prompt, tools, args = await call.read(partial(_read_chat, call))
     job = Job([prompt], "messages", None, MessagesFormat, args, tools)
     (ids,) = await encode(call.service.engine, job)
     await call.reply(TokensCount(len(ids)))

@@ -27,7 +27,7 @@ from infer.server import (
     responses,
     tokens,
 )
-from infer.server.access import AccessLog, Guard
+from infer.server.access import AccessLog, Guard, Hosts
 from infer.server.endpoint import Call, Endpoint
 from infer.server.errors import ApiError, respond
 from infer.server.generation import generate
@@ -236,6 +236,7 @@ def create_app(served: Served) -> Starlette:
         ],
         middleware=[
             Middleware(AccessLog, quiet=(_HEALTH, _METRICS)),
+            Middleware(Hosts, names=options.allowed_hosts),
             *_cors(options.cors_origins),
             Middleware(Guard, api_keys=options.api_keys, free=_FREE),
         ],

@@ -141,7 +141,7 @@ def _delta(call: ToolCallDelta) -> ToolCall:
 
 
 def arguments_of(call: Called) -> dict[str, Any]:
-    """The arguments of a call; None if it was cut off, as the finish reason says."""
+    """The arguments of a call; none if the model wrote no object of JSON."""
     try:
         return call.parsed()
     except ValueError:

@@ -13,7 +13,7 @@ from infer.llm import Prompt
 from infer.server.completions import read_prompts
 from infer.server.endpoint import Call
 from infer.server.errors import ApiError
-from infer.server.generation import check_length
+from infer.server.generation import encode_prompt
 from infer.server.protocol import (
     MAX_INPUTS,
     Embedding,
@@ -65,9 +65,8 @@ async def vectors_of(
         )
     vectors: list[NDArray[np.float32]] = []
     with service.admission.admitted(1):
-        texts = [await engine.encode(each, {}) for each in inputs]
-        for ids in texts:
-            check_length(engine, ids, "input", room=0)
+        texts = [await encode_prompt(engine, each, {}, "input", room=0) for each in inputs]
+        call.is_encoded()
         for i in range(0, len(texts), _AT_ONCE):
             vectors += [*await engine.embed(texts[i : i + _AT_ONCE], adapter)]
     return vectors, sum(map(len, texts))

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from msgspec import Struct
 from starlette.requests import ClientDisconnect
@@ -14,10 +15,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from infer.server.admission import Body
 from infer.server.errors import ApiError
 from infer.server.protocol import RequestT, parse
 from infer.server.service import Served, Service
+from infer.server.threads import in_thread
 from infer.server.wire import JSONResponse
+
+T = TypeVar("T")
 
 _LAST_SECONDS = 1.0  # for streams to say themselves that they end
 _MOST_WARNED = 1000  # characters of a header
@@ -25,11 +30,13 @@ _MOST_WARNED = 1000  # characters of a header
 
 @dataclass
 class Call(Generic[RequestT]):
-    """A request that is served. warnings: what its sender should know."""
+    """A request that is served. request: until it `is_encoded`. warnings: what its sender should
+    know."""
 
     served: Served
     service: Service
     request: RequestT
+    body: Body
     scope: Scope
     send: Send
     warnings: list[str]
@@ -40,6 +47,15 @@ class Call(Generic[RequestT]):
         key: str | None = self.scope.get("state", {}).get("cache_salt")
         own: str | None = getattr(self.request, "cache_salt", None)
         return key if own is None else f"{key}/{own}"
+
+    async def read(self, work: Callable[[], T]) -> T:
+        """work(), whose time grows with the request: of a large one in a thread."""
+        return await in_thread(work) if self.body.is_large else work()
+
+    def is_encoded(self) -> None:
+        """Its prompts are token ids: nothing else of it is needed, and others have room."""
+        del self.request
+        self.body.release()
 
     async def reply(self, value: Struct) -> None:
         """Send the whole response."""
@@ -72,22 +88,31 @@ class Endpoint(Generic[RequestT]):
         self._without_model = without_model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await self._served.read_body(HttpRequest(scope, receive))
+        try:
+            with suppress(ClientDisconnect):
+                work = self._work(body, scope, send)
+                await _while_connected(receive, self._served.stopped, work)
+        finally:
+            body.release()
+
+    async def _work(self, body: Body, scope: Scope, send: Send) -> None:
         served = self._served
-        body = await served.read_body(HttpRequest(scope, receive))
-        request, warnings = parse(body, self._kind, strict=served.options.strict)
-
-        async def work() -> None:
-            if self._without_model is not None:
-                whole = await self._without_model(served, request)
-                if whole is not None:
-                    response = JSONResponse(whole, headers=_headers(warnings))
-                    await response(scope, _nothing, send)
-                    return
-            async with served.using(request.model) as service:
-                await self._run(Call(served, service, request, scope, send, warnings))
-
-        with suppress(ClientDisconnect):
-            await _while_connected(receive, served.stopped, work())
+        async with body.turn():
+            read = partial(parse, body.take(), self._kind, strict=served.options.strict)
+            request, warnings = await in_thread(read) if body.is_large else read()
+            del read
+        if self._without_model is not None:
+            whole = await self._without_model(served, request)
+            if whole is not None:
+                response = JSONResponse(whole, headers=_headers(warnings))
+                await response(scope, _nothing, send)
+                return
+        # The model may have to be loaded first, which takes no turn.
+        async with served.using(request.model) as service, body.turn():
+            call = Call(served, service, request, body, scope, send, warnings)
+            del request
+            await self._run(call)
 
 
 def _headers(warnings: Sequence[str]) -> dict[str, str]:

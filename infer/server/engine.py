@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,17 +14,29 @@ from numpy.typing import NDArray
 
 from infer.aio import AsyncStream
 from infer.engine.token_engine import EngineStats
-from infer.kernels.errors import DeviceError, OutOfMemoryError
+from infer.kernels.errors import DeviceError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.llm import LLM, Prompt
 from infer.models.loading.plan import Summary
 from infer.results import Chunk, Result, TokenLogprob
 from infer.sampling import SamplingParams
+from infer.server.threads import in_thread
 from infer.text.infill import Infill
 from infer.text.tools import ToolOptions
 
 T = TypeVar("T")
 _SHORT = 1000  # tokens, or characters of a text: to hand it to a thread takes as long as to do it
+
+
+class LongPromptError(RequestError):
+    """A prompt that has more tokens than were asked for. tokens: as many as were counted."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(tokens)
+        self.tokens = tokens
+
+    def __str__(self) -> str:
+        return f"The prompt is too long: it has at least {self.tokens} tokens."
 
 
 class Answer(Protocol):
@@ -97,10 +110,14 @@ class EngineClient(Protocol):
         """How the model is asked to fill in text between two others; None if it cannot."""
 
     async def encode(
-        self, prompt: Prompt, template_args: Mapping[str, Any], add_special_tokens: bool = True
+        self,
+        prompt: Prompt,
+        template_args: Mapping[str, Any],
+        add_special_tokens: bool = True,
+        most: int | None = None,
     ) -> list[int]:
         """add_special_tokens: the tokens that a text begins and ends with; chat templates write
-        their own."""
+        their own. most: LongPromptError may be raised if there are more, before all are known."""
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens by their names."""
@@ -150,15 +167,31 @@ class LLMClient:
         self._grammars = ThreadPoolExecutor(2, "infer.grammar")
 
     async def encode(
-        self, prompt: Prompt, template_args: Mapping[str, Any], add_special_tokens: bool = True
+        self,
+        prompt: Prompt,
+        template_args: Mapping[str, Any],
+        add_special_tokens: bool = True,
+        most: int | None = None,
     ) -> list[int]:
-        encode = partial(self._llm.encode, prompt, **template_args)
-        if isinstance(prompt, str) and not add_special_tokens:
-            encode = partial(self._llm.tokenizer.encode, prompt, False)
+        stopped = threading.Event()
+
+        def encode() -> list[int]:
+            ids: list[int] = []
+            if stopped.is_set():  # before it began
+                return ids
+            pieces = self._llm.encode_pieces(prompt, template_args, add_special_tokens)
+            for piece in pieces:
+                if stopped.is_set():
+                    break
+                if most is not None and len(ids) > most:
+                    raise LongPromptError(len(ids))
+                ids += piece
+            return ids
+
         is_chat = bool(prompt) and isinstance(prompt[0], Mapping)
         if len(prompt) <= _SHORT and not is_chat:
             return encode()
-        return await asyncio.to_thread(encode)
+        return await in_thread(encode, stopped.set)
 
     async def decode(self, ids: Sequence[int]) -> str:
         return await asyncio.to_thread(self._llm.decode, ids, skip_special_tokens=False)

@@ -54,6 +54,7 @@ class ApiError(Exception):
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     kinds = {
         401: "authentication_error",
+        403: "permission_error",
         404: "not_found_error",
         413: "request_too_large",
         429: "rate_limit_error",

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -19,7 +20,7 @@ from infer.llm import Prompt, samples
 from infer.results import Chunk, Result
 from infer.sampling import SamplingParams
 from infer.server.endpoint import Call
-from infer.server.engine import Answer, EngineClient
+from infer.server.engine import Answer, EngineClient, LongPromptError
 from infer.server.errors import ApiError, api_error
 from infer.server.protocol import MAX_ANSWERS, RequestT, named_in
 from infer.text.chat import choose_template, left_out
@@ -100,7 +101,7 @@ def generate(
     async def run(call: Call[RequestT]) -> None:
         service = call.service
         model, adapter = service.model(call.request.model)
-        job = read(call)
+        job = await call.read(partial(read, call))
         count = len(job.prompts) * job.n
         if not 1 <= count <= MAX_ANSWERS:
             raise ApiError(
@@ -110,6 +111,8 @@ def generate(
             )
         with service.admission.admitted(count):
             opened = await _open(call, job, adapter)
+            call.is_encoded()
+            job = replace(job, prompts=())
             watched = [service.metrics.watched(model, answer) for answer in opened]
             answers = Answers(model, watched, job.n)
             format = job.format(answers)
@@ -179,10 +182,7 @@ async def encode(engine: EngineClient, job: Job) -> list[list[int]]:
     if job.suffix is not None:
         given = [_infill(engine, prompt, job.suffix) for prompt in given]
     template_args = _template_args(job)
-    prompts = [await engine.encode(each, template_args) for each in given]
-    for ids in prompts:
-        check_length(engine, ids, job.param)
-    return prompts
+    return [await encode_prompt(engine, each, template_args, job.param) for each in given]
 
 
 # Of Claude Code, with other values in each request: it would spoil the cache of all that follows.
@@ -217,17 +217,31 @@ def _unbilled(content: Any) -> Any:
     return content
 
 
-def check_length(engine: EngineClient, ids: Sequence[int], param: str, room: int = 1) -> None:
-    """Raises ApiError (400) for a prompt that leaves no room for so many tokens."""
-    if len(ids) + room > engine.context:
-        raise ApiError(
-            400,
-            f"The prompt has {len(ids)} tokens, and this model's maximum context length is "
-            f"{engine.context} tokens{', the answer included' if room else ''}. Shorten the "
-            "prompt, or start the server with a larger --context.",
-            param=param,
-            code="context_length_exceeded",
-        )
+async def encode_prompt(
+    engine: EngineClient,
+    prompt: Prompt,
+    template_args: Mapping[str, Any],
+    param: str,
+    room: int = 1,
+) -> list[int]:
+    """The token ids of a prompt. Raises ApiError (400) for one that leaves no room for so many
+    tokens."""
+    most = engine.context - room
+    try:
+        ids = await engine.encode(prompt, template_args, most=most)
+        if len(ids) <= most:
+            return ids
+        count = f"{len(ids)}"
+    except LongPromptError as error:
+        count = f"at least {error.tokens}"
+    raise ApiError(
+        400,
+        f"The prompt has {count} tokens, and this model's maximum context length is "
+        f"{engine.context} tokens{', the answer included' if room else ''}. Shorten the prompt, or "
+        "start the server with a larger --context.",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def _infill(engine: EngineClient, prefix: Prompt, suffix: str) -> str:

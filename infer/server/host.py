@@ -23,6 +23,7 @@ from infer.kernels.errors import (
 )
 from infer.keywords import Progress
 from infer.llm import LLM
+from infer.server.admission import Bodies
 from infer.server.engine import LLMClient
 from infer.server.errors import ApiError
 from infer.server.metrics import Metrics
@@ -81,6 +82,7 @@ class Host(Served):
     error: Exception | None = None
 
     def __post_init__(self) -> None:
+        self.bodies = Bodies(self.options.max_body)
         self._entries = [_Entry(source) for source in self.sources]
         self._loads = asyncio.Lock()
         self._freed = asyncio.Condition()  # a model has a user less

@@ -9,7 +9,11 @@ from typing import Any
 
 import msgspec
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
 from infer.server.errors import ApiError
@@ -17,6 +21,7 @@ from infer.server.errors import ApiError
 HEAD_BYTES = 64 << 10  # of a request's headers, and of its trailers
 REQUEST_SECONDS = 60.0  # from a request's first byte to its last
 WRITE_SECONDS = 60.0  # that a client may leave unread what is written to it
+_HEAD_TOO_LARGE = f"The head of a request has at most {HEAD_BYTES} bytes."
 IDLE_SECONDS = 65  # between requests: longer than balancers keep connections, mostly 60
 ACCEPTED, BACKLOG = 64, 2048  # connections that are taken in at once, and that wait for it
 # Connections; files that are for other things, such as connections that are being closed.
@@ -54,6 +59,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, *args, **kwargs)
         self._waiting = server_state.waiting
         self._head = 0  # bytes since those that were of a body, or the end of a head
+        self._fields = 0  # bytes of the request's URL, headers and trailers
         self._is_whole = True  # what has come: whole requests, or nothing
         self._reading: TimerHandle | None = None
         self._writing: TimerHandle | None = None
@@ -92,15 +98,36 @@ class Connection(HttpToolsProtocol):
         self._is_whole, self._head = False, self._head + len(data)
         super().data_received(data)
         if self._head > HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(431, f"The head of a request has at most {HEAD_BYTES} bytes.")
+            self._refuse(431, _HEAD_TOO_LARGE)
         if self._is_whole or self.transport.is_closing():
             self._stop_reading()
         elif self._reading is None:
             self._reading = self.loop.call_later(REQUEST_SECONDS, self._late)
 
+    def on_message_begin(self) -> None:
+        self._fields = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + len(b": \r\n"))
+        super().on_header(name, value)
+
+    def _count(self, nbytes: int) -> None:
+        """Of a head, which may have come at once, with all that follows."""
+        self._fields += nbytes
+        if self._fields > HEAD_BYTES:
+            self._refuse(431, _HEAD_TOO_LARGE)
+            raise ValueError(_HEAD_TOO_LARGE)  # the parser reads no further
+
     def on_headers_complete(self) -> None:
         self._head = 0
         super().on_headers_complete()
+        if self.scope["http_version"] in ("0.9", "1.0"):
+            _send_unchunked(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._head = 0
@@ -146,7 +173,8 @@ class Connection(HttpToolsProtocol):
         self._abort_later()  # it closes once all is written
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "This is not HTTP/1.1.")
+        if not self.transport.is_closing():  # it was refused already
+            self._refuse(400, "This is not HTTP/1.1.")
 
     def _refuse(self, status: int, message: str) -> None:
         """Refuse a request, before it or in the middle of it. In the middle of a response nothing
@@ -172,3 +200,15 @@ class Connection(HttpToolsProtocol):
         if self._writing is not None:
             self._writing.cancel()
             self._writing = None
+
+
+def _send_unchunked(cycle: RequestResponseCycle) -> None:
+    """Chunks are HTTP/1.1's: before it, a body of unknown length ends when the connection does."""
+    send, cycle.chunked_encoding = cycle.send, False
+
+    async def send_unchunked(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_unchunked  # type: ignore[method-assign]

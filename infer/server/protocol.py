@@ -232,7 +232,9 @@ RequestT = TypeVar("RequestT", bound=Request)
 StructT = TypeVar("StructT", bound=Struct)
 
 
-def parse(body: bytes, kind: type[RequestT], *, strict: bool) -> tuple[RequestT, list[str]]:
+def parse(
+    body: bytes | bytearray, kind: type[RequestT], *, strict: bool
+) -> tuple[RequestT, list[str]]:
     """A request out of JSON, and what its sender should know. null counts as left out. strict: what
     is not known is refused. Raises ApiError (400)."""
     try:

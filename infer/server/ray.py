@@ -56,13 +56,15 @@ _INFO_SECONDS = 3
 
 class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """replicas: of the model. gpus: of Ray's, that each has to itself; with 0, `device` says where
-    it runs. name, api_keys: as of `infer serve`. The others: as of `infer.load`."""
+    it runs. name, api_keys: as of `infer serve`. allowed_hosts: names by which requests call it,
+    beside those of the machine; None: any. The others: as of `infer.load`."""
 
     model: str
     replicas: int = 1
     gpus: float = 1
     name: str | None = None
     api_keys: list[str] = []
+    allowed_hosts: list[str] | None = None
     device: str | None = None
     context: int | None = None
     dtype: str | None = None
@@ -80,7 +82,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     offline: bool = False
 
     def of_load(self) -> dict[str, Any]:
-        own = ("model", "replicas", "gpus", "name", "api_keys", "device")
+        own = ("model", "replicas", "gpus", "name", "api_keys", "allowed_hosts", "device")
         return {
             name: value for name, value in msgspec.structs.asdict(self).items() if name not in own
         }
@@ -272,9 +274,12 @@ class Ingress:
     ) -> None:
         self._engine, self._replicas = engine, options.replicas
         self._client = RayEngine(engine, await self._info())
-        self._service = Service(
-            self._client, ServerOptions(name=options.name, api_keys=tuple(options.api_keys))
+        own = ServerOptions(
+            name=options.name,
+            api_keys=tuple(options.api_keys),
+            allowed_hosts=options.allowed_hosts,
         )
+        self._service = Service(self._client, own)
 
     async def _info(self) -> Info:
         info: Info = await self._engine.info.remote()
@@ -310,9 +315,14 @@ class RayEngine(Info):
         return found
 
     async def encode(
-        self, prompt: Prompt, template_args: Mapping[str, Any], add_special_tokens: bool = True
+        self,
+        prompt: Prompt,
+        template_args: Mapping[str, Any],
+        add_special_tokens: bool = True,
+        most: int | None = None,
     ) -> list[int]:
-        ids: list[int] = await self._call("encode", prompt, dict(template_args), add_special_tokens)
+        given = prompt, dict(template_args), add_special_tokens, most
+        ids: list[int] = await self._call("encode", *given)
         return ids
 
     async def decode(self, ids: Sequence[int]) -> str:

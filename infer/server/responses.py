@@ -355,7 +355,7 @@ class ResponsesFormat:
             text = OutputText(text=result.text, logprobs=_logprobs(result.logprobs or ()))
             self._add(OutputMessage, status, content=[text])
         for call in result.tool_calls:
-            self._add(FunctionCall, status, call.id, name=call.name, arguments=call.arguments)
+            self._add(FunctionCall, "completed", call.id, name=call.name, arguments=call.arguments)
         return self._ended(result)
 
     def begin(self) -> bytes:
@@ -394,7 +394,10 @@ class ResponsesFormat:
         data = b""
         if all(isinstance(item, ReasoningItem) for item in self._output):
             data += self._begin_text(OutputMessage, OutputText(text=""))
-        data += self._end_item(_status(result))
+        whole = {call.id for call in result.tool_calls}
+        last = self._output[-1]
+        is_whole = isinstance(last, FunctionCall) and last.call_id in whole
+        data += self._end_item("completed" if is_whole else _status(result))
         response = self._ended(result)
         return data + self._event(f"response.{response.status}", response=response)
 
@@ -451,6 +454,8 @@ class ResponsesFormat:
         item = self._output[-1]
         item.status = status
         if isinstance(item, FunctionCall):
+            if status == "incomplete":  # there are no whole arguments
+                return self._item_event("done", item)
             data = self._event(
                 "response.function_call_arguments.done",
                 item_id=item.id,

@@ -7,8 +7,10 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from ipaddress import ip_address
 
 import uvicorn
 
@@ -19,6 +21,7 @@ from infer.server.http import ACCEPTED, BACKLOG, IDLE_SECONDS, Connection, State
 from infer.server.service import Served
 
 DRAIN_SECONDS = 30  # that running answers have after a signal
+_LAST_SECONDS = 5  # that connections have after that, whose clients have been told
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -43,6 +46,11 @@ def listen(host: str, port: int) -> socket.socket:
     return opened
 
 
+def is_local(opened: socket.socket) -> bool:
+    """Whether only this machine can connect."""
+    return ip_address(opened.getsockname()[0]).is_loopback
+
+
 def url(opened: socket.socket) -> str:
     """The URL for clients on this machine."""
     host, port = opened.getsockname()[:2]
@@ -52,7 +60,7 @@ def url(opened: socket.socket) -> str:
 
 class Server(uvicorn.Server):
     """Serves until a signal or `should_exit`. Then nothing begins any more, and running answers may
-    end."""
+    end. Until they have, it goes on to tell so whoever asks."""
 
     def __init__(self, served: Served, ready: Callable[[], None] = lambda: None) -> None:
         """ready: called once it listens."""
@@ -67,7 +75,6 @@ class Server(uvicorn.Server):
             server_header=False,
             backlog=ACCEPTED,
             timeout_keep_alive=IDLE_SECONDS,
-            timeout_graceful_shutdown=DRAIN_SECONDS + 5,  # clients are told before
         )
         super().__init__(config)
         self.server_state = State()
@@ -83,6 +90,11 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: Sequence[socket.socket] | None = None) -> None:
         self._served.drain()
         asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._served.stopped.set)
+        running, begun = set(self.server_state.tasks), time.monotonic()
+        while running and not self._served.stopped.is_set() and not self.force_exit:
+            _, running = await asyncio.wait(running, timeout=0.1)
+        left = DRAIN_SECONDS + _LAST_SECONDS - (time.monotonic() - begun)
+        self.config.timeout_graceful_shutdown = max(1, round(left))
         await super().shutdown(list(sockets or ()))
 
 

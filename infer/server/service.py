@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from infer.foreign import shown
 from infer.kernels.errors import RequestError
-from infer.server.admission import Admission
+from infer.server.admission import Admission, Bodies, Body, too_large
 from infer.server.engine import EngineClient
 from infer.server.errors import ApiError
 from infer.server.metrics import Metrics
@@ -26,8 +26,9 @@ class ServerOptions:
     """name: the model's name for clients; None: its own. api_keys: all endpoints but /health ask
     for one of these; none: no keys. strict: refuse unknown parameters. cors_origins: the origins
     whose web pages may ask; "*": all. queue: answers that may wait, for each that is generated.
-    max_body: bytes of a request's body, and a 16th of all bodies that are being received.
-    keepalive: seconds without an event after which a stream shows that it lives."""
+    max_body: bytes of a request's body, and a 16th of all that are received or in work.
+    keepalive: seconds without an event after which a stream shows that it lives. allowed_hosts:
+    names by which clients may call the server, beside those of this machine; None, or "*": any."""
 
     name: str | None = None
     api_keys: Sequence[str] = ()
@@ -36,6 +37,7 @@ class ServerOptions:
     queue: int = 4
     max_body: int = 16 << 20
     keepalive: float = 5.0
+    allowed_hosts: Sequence[str] | None = None
 
 
 class Served(ABC):
@@ -44,7 +46,7 @@ class Served(ABC):
     options: ServerOptions
     stopped: asyncio.Event
     metrics: Metrics
-    arriving = 0  # bytes of requests that are not whole
+    bodies: Bodies
 
     @abstractmethod
     def services(self) -> Sequence[Service]:
@@ -78,29 +80,37 @@ class Served(ABC):
     def drain(self) -> None:
         """Let nothing begin any more."""
 
-    async def read_body(self, request: Request) -> bytes:
-        """The body of a request. Raises ApiError if it is too large (413), or if it comes from a
-        web page and is not declared as JSON (415): browsers send such requests for any page,
-        without asking first."""
+    async def read_body(self, request: Request) -> Body:
+        """The body of a request. Raises ApiError if it is too large (413), if it is compressed
+        (415), or if it comes from a web page and is not declared as JSON (415): browsers send such
+        requests for any page, without asking first."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and "origin" in request.headers:
             raise ApiError(415, "Send JSON, with the header Content-Type: application/json.")
-        most = self.options.max_body
+        coding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
+        if coding not in ("", "identity"):
+            raise ApiError(
+                415,
+                f"The body is compressed (Content-Encoding: {shown(coding)[1:-1]}), which is not "
+                "supported: send it as it is.",
+                headers={"Accept-Encoding": "identity"},
+            )
+        transfer = request.headers.get("transfer-encoding", "chunked").strip().lower()
+        if transfer != "chunked":
+            raise ApiError(
+                501, f"The transfer coding {shown(transfer)} is not supported: chunked is."
+            )
         declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > most:
-            raise ApiError(413, f"The body of a request has at most {most} bytes.")
-        body = bytearray()
+        if declared.isdecimal() and int(declared) > self.bodies.most:
+            raise too_large(self.bodies.most)
+        body = Body(self.bodies)
         try:
             async for part in request.stream():
-                body += part
-                self.arriving += len(part)
-                if len(body) > most:
-                    raise ApiError(413, f"The body of a request has at most {most} bytes.")
-                if self.arriving > 16 * most:
-                    raise ApiError(503, "Too many large requests come at once. Try again later.")
-            return bytes(body)
-        finally:
-            self.arriving -= len(body)
+                body.add(part)
+        except BaseException:
+            body.release()
+            raise
+        return body
 
 
 @dataclass
@@ -119,6 +129,7 @@ class Service(Served):
         if self.name in self.engine.adapters:
             raise RequestError(f"Both the model and an adapter are called {shown(self.name)}.")
         self.admission = Admission(self.engine.slots * (1 + self.options.queue))
+        self.bodies = Bodies(self.options.max_body)
         self.keepalive = self.options.keepalive
 
     def model(self, name: str | None) -> tuple[str, str | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -60,12 +60,14 @@ class AnswerParser:
         *,
         most: int | None = None,
         thinking: bool = False,
+        tokens: Collection[str] = (),
     ) -> None:
-        """most: calls, after which the answer is done. thinking: the prompt has begun the
-        thought."""
+        """most: calls, after which the answer is done. thinking: the prompt has begun the thought.
+        tokens: markers that are one token, which no limit cuts."""
         self._style, self._thinking = style, thinking
         self._with_tools = functions is not None
-        self._reader = Reader(functions or {}, most, short_ids=style.tools.short_ids)
+        short_ids = style.tools.short_ids
+        self._reader = Reader(functions or {}, most, short_ids=short_ids, tokens=tokens)
         self.is_done = False
         self._steps: Steps[None] | None = self._read()
         self._go_on()
@@ -78,9 +80,15 @@ class AnswerParser:
         self._reader.add(text)
         return self._go_on()
 
-    def finish(self) -> Pieces:
-        """What was held back."""
-        self._reader.end()
+    @property
+    def unfinished(self) -> int | None:
+        """The index of the call that is not whole, of an answer that was cut."""
+        return self._reader.unfinished if self._reader.is_cut else None
+
+    def finish(self, *, cut: bool = False) -> Pieces:
+        """What was held back. cut: the answer was ended by a limit and not by the model. Then what
+        has begun to be a call or a marker is not text."""
+        self._reader.end(cut=cut)
         return self._go_on()
 
     def _go_on(self) -> Pieces:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from infer.text.schemas import SPACE
 from infer.text.tools import ToolCallDelta
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # yields to wait for more text
 Write = Callable[[str], None]
 
+_MOST = 1024  # characters in front of a marker that has to come, such as a function's name
 _SHORT_ID = string.ascii_letters + string.digits
 _AFTER_SCALARS = ",:]} \t\r\n"  # numbers, true, false, null
 _OUTSIDE_STRINGS = frozenset('{}[]:,"+-.' + string.ascii_letters + string.digits + " \t\r\n")
@@ -69,7 +71,8 @@ class Reader:
     """Text that arrives, of which parsers take the beginning.
 
     functions: the JSON schema of each function's arguments. most: calls that are read. short_ids:
-    ids of calls are nine letters and digits, as Mistral's templates want them.
+    ids of calls are nine letters and digits, as Mistral's templates want them. tokens: markers that
+    are one token, which no limit cuts.
     """
 
     def __init__(
@@ -78,14 +81,16 @@ class Reader:
         most: int | None = None,
         *,
         short_ids: bool = False,
+        tokens: Collection[str] = (),
     ) -> None:
         self.functions, self.most = functions, most
         self.calls = 0
         self.is_thinking = False
         self.pieces = Pieces()
-        self._short_ids = short_ids
+        self.unfinished: int | None = None  # the call that has begun and is not whole
+        self._short_ids, self._tokens = short_ids, tokens
         self._left = ""  # what is not taken yet
-        self._ended = False
+        self._ended = self._cut = False
         self._attempt: str | None = None  # what was taken for a call that has no name yet
         self._text, self._reasoning = _Words(), _Words()
         self._reasoning.trims = True
@@ -93,9 +98,19 @@ class Reader:
     def add(self, text: str) -> None:
         self._left += text
 
-    def end(self) -> None:
-        """No more text comes."""
-        self._ended = True
+    def put_back(self, text: str) -> None:
+        """Text that was taken comes next after all."""
+        self._left = text + self._left
+
+    def end(self, *, cut: bool = False) -> None:
+        """No more text comes. cut: the model had not ended the answer; then what may be the
+        beginning of a marker is dropped, as is a call that has no name yet."""
+        self._ended, self._cut = True, cut
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether no more text comes where more was to come."""
+        return self._cut
 
     def take_pieces(self) -> Pieces:
         """What has been told since the last time."""
@@ -121,12 +136,17 @@ class Reader:
         self._attempt = None
         self._text.trims = True
         self.pieces.tool_calls.append(ToolCallDelta(self.calls, call_id, name))
+        self.unfinished = self.calls
         self.calls += 1
 
     def arguments(self, text: str) -> None:
         """Of the call that began last."""
         if text:
             self.pieces.tool_calls.append(ToolCallDelta(self.calls - 1, arguments=text))
+
+    def end_call(self) -> None:
+        """The call that began last is whole."""
+        self.unfinished = None
 
     # Taking text
 
@@ -141,10 +161,35 @@ class Reader:
                 write(self._take(at))
                 self._take(len(marker) if take else 0)
                 return marker
-            held = 0 if self._ended else max(overlap(self._left, marker) for marker in markers)
+            held = 0
+            if self._cut or not self._ended:
+                may_end = (each for each in markers if not (self._cut and each in self._tokens))
+                held = max((overlap(self._left, each) for each in may_end), default=0)
             write(self._take(len(self._left) - held))
             if self._ended:
+                self._left = ""
                 return None
+            yield
+
+    def value_until(self, *markers: str, behind: Sequence[str], write: Write) -> Steps[str | None]:
+        """`copy_until` the first of these markers that one of `behind` follows, after spaces, or
+        the end of the answer. The others are written, too."""
+        while (marker := (yield from self.copy_until(*markers, write=write))) is not None:
+            if (yield from self._goes_on(behind)):
+                return marker
+            write(marker)
+        return None
+
+    def _goes_on(self, starts: Sequence[str]) -> Steps[bool]:
+        """Whether one of these comes next, after spaces; all of it, or what came before the end."""
+        while True:
+            text = self._left.lstrip(SPACE)
+            if text.startswith(tuple(starts)):
+                return True
+            if not any(start.startswith(text) for start in starts):
+                return False
+            if self._ended:
+                return True
             yield
 
     def text_until(self, *markers: str) -> Steps[str | None]:
@@ -161,9 +206,15 @@ class Reader:
             self.pieces.text += self._text.spaces
 
     def until(self, *markers: str, take: bool = True) -> Steps[str]:
-        """What comes before the first of these markers. Raises MalformedError without one."""
+        """The short text before the first of these markers. Raises MalformedError without one."""
         parts: list[str] = []
-        if (yield from self.copy_until(*markers, write=parts.append, take=take)) is None:
+
+        def write(text: str) -> None:
+            parts.append(text)
+            if sum(map(len, parts)) > _MOST:
+                raise MalformedError
+
+        if (yield from self.copy_until(*markers, write=write, take=take)) is None:
             raise MalformedError
         return "".join(parts)
 
@@ -184,7 +235,10 @@ class Reader:
             text = self._left.lstrip()
             if text.startswith(starts):
                 return True
-            if self._ended or not any(start.startswith(text) for start in starts):
+            begun = [start for start in starts if start.startswith(text)]
+            if self._cut and any(start not in self._tokens for start in begun):
+                self._left = ""
+            if self._ended or not begun:
                 return False
             yield
 
@@ -224,10 +278,10 @@ class Reader:
                 return self._take(len(self._left))
             yield
 
-    def json_value(self, write: Write) -> Steps[None]:
+    def json_value(self, write: Write) -> Steps[bool]:
         """Write the JSON value that comes next, as it stands. It ends before what cannot belong to
-        one; nothing else is checked."""
-        yield from self._value(write, '"', _OUTSIDE_STRINGS.__contains__)
+        one; nothing else is checked. Returns whether it ended before the answer did."""
+        return (yield from self._value(write, '"', _OUTSIDE_STRINGS.__contains__))
 
     def parenthesised(self) -> Steps[str]:
         """The Python expression in parentheses that comes next."""
@@ -236,7 +290,7 @@ class Reader:
             yield from self._value(parts.append, "\"'", lambda _: True)
         return "".join(parts)
 
-    def _value(self, write: Write, quotes: str, allowed: Callable[[str], bool]) -> Steps[None]:
+    def _value(self, write: Write, quotes: str, allowed: Callable[[str], bool]) -> Steps[bool]:
         """allowed: whether a character may stand outside of strings."""
         yield from self.is_over()
         self._take(len(self._left) - len(self._left.lstrip()))
@@ -250,7 +304,8 @@ class Reader:
                         ends = depth == 0
                     escaped = char == "\\" and not escaped
                 elif (depth == 0 and begun and char in _AFTER_SCALARS) or not allowed(char):
-                    return write(self._take(at))
+                    write(self._take(at))
+                    return True
                 elif char in quotes:
                     quote = char
                 elif char in "([{":
@@ -260,10 +315,11 @@ class Reader:
                     ends = depth <= 0
                 begun = True
                 if ends:
-                    return write(self._take(at + 1))
+                    write(self._take(at + 1))
+                    return True
             write(self._take(len(self._left)))
             if self._ended:
-                return None
+                return False
             yield
 
     def json_string(self) -> Steps[str]:
@@ -280,14 +336,19 @@ class Reader:
 
     def attempt(self, taken: str, steps: Steps[None]) -> Steps[None]:
         """Run the steps. If they find no call, all that they took is text, and `taken`, which was
-        taken before; if one has been told, what is wrong with it is dropped."""
+        taken before, unless the answer was cut there; if one has been told, what is wrong with it
+        is dropped."""
         self._attempt = taken
         try:
             yield from steps
         except MalformedError:
-            if self._attempt is not None:
+            if self._attempt is not None and self._cut:
+                self._text.spaces = ""
+            elif self._attempt is not None:
                 self.text(self._attempt)
         self._attempt = None
+        if not self._cut:
+            self.end_call()
 
     def _take(self, length: int) -> str:
         taken, self._left = self._left[:length], self._left[length:]

@@ -2,8 +2,9 @@
 
 import base64
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from math import prod
 from operator import index
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from infer.foreign import foreign, shown, within
 from infer.kernels.errors import RequestError, TokenizerError
 from infer.text.chat import begins_answer, choose_template, left_out, render
 from infer.text.infill import find_infill
+from infer.text.pieces import encode_pieces
 
 T = TypeVar("T")
 
@@ -38,6 +40,7 @@ class Tokenizer:
         eos_token_ids: every id that ends a turn.
         byte_token_ids: ids of the tokens <0x00> to <0xFF>, if the decoder joins them into UTF-8.
         special_names: the ids of all special tokens by their own texts.
+        added_text_ids: the ids of added tokens that are not special, but text, by that text.
         templates: the sources of the chat templates by name.
         infill: how the model fills in the middle, None where its vocabulary has no tokens for that.
     """
@@ -63,6 +66,7 @@ class Tokenizer:
         self._added = frozenset(added)
         self._skipped = frozenset(i for i, token in added.items() if token.special)
         self.special_names = {added[i].content: i for i in self._skipped}
+        self.added_text_ids = {each.content: i for i, each in added.items() if not each.special}
         self._named: dict[tuple[str, ...], frozenset[int]] = {}
         self._growth = prod(
             map(_growth, (backend.normalizer, backend.pre_tokenizer, backend.post_processor))
@@ -73,7 +77,8 @@ class Tokenizer:
         decoder = backend.decoder.__getstate__() if backend.decoder is not None else b""
         self._slow_decoder = b'"Regex"' in decoder
         self._is_byte_level = b'"ByteLevel"' in decoder
-        byte_ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        byte_ids = [backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        self._joins_in_words = _joins_in_words(backend, None not in byte_ids)
         self.byte_token_ids = frozenset(
             i for i in byte_ids if i is not None and b'"ByteFallback"' in decoder
         )
@@ -95,6 +100,10 @@ class Tokenizer:
             RequestError: not text, or text with halves of surrogate pairs.
             TokenizerError: the tokenizer fails, takes too long or makes too much of it.
         """
+        return [*chain.from_iterable(self.encode_pieces(text, add_special_tokens))]
+
+    def encode_pieces(self, text: str, add_special_tokens: bool = True) -> Iterator[list[int]]:
+        """As `encode`, of a long text a piece at a time, when it is asked for. Some are empty."""
         if not isinstance(text, str):
             raise RequestError(f"A prompt must be text, not {type(text).__name__}.")
         try:
@@ -106,17 +115,19 @@ class Tokenizer:
                 f"The tokenizer may make {self._growth:,} times as much of a text before it splits "
                 f"it: the {len(text):,} characters of this one are too many for that."
             )
+        pieces = encode_pieces(
+            partial(self._encoding, add_special_tokens), text, self._joins_in_words
+        )
+        begins = add_special_tokens
+        for piece in pieces:
+            doubled = begins and piece[:2] == [self.bos_token_id] * 2
+            yield piece[1:] if doubled else piece
+            begins = begins and not piece
 
-        def encode() -> list[int]:
-            # Unlike `encode`, this lets other threads run.
-            (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
-            ids: list[int] = encoding.ids
-            return ids
-
-        ids = _limited(encode, len(text))
-        if add_special_tokens and ids[:2] == [self.bos_token_id] * 2:
-            return ids[1:]
-        return ids
+    def _encoding(self, add_special_tokens: bool, text: str) -> tokenizers.Encoding:
+        # Unlike `encode`, this lets other threads run.
+        encode = partial(self._backend.encode_batch, [text], add_special_tokens=add_special_tokens)
+        return _limited(encode, len(text))[0]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD.
@@ -174,9 +185,9 @@ class Tokenizer:
         return known and token_id not in self._skipped
 
     def named_in(self, texts: tuple[str, ...]) -> frozenset[int]:
-        """Special tokens that stand in these texts, of which there are few."""
+        """Added tokens that stand in these texts, of which there are few."""
         if texts not in self._named:
-            names = self.special_names.items()
+            names = (self.special_names | self.added_text_ids).items()
             self._named[texts] = frozenset(i for name, i in names if any(name in t for t in texts))
         return self._named[texts]
 
@@ -256,6 +267,18 @@ class Tokenizer:
     def _token_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
+
+
+def _joins_in_words(backend: tokenizers.Tokenizer, has_bytes: bool) -> bool:
+    """Whether pieces of a text may be joined within a word: if it is BPE and leaves no character
+    out, behind which the library gives wrong places. has_bytes: whether each byte has a token."""
+    model = backend.model
+    if not isinstance(model, tokenizers.models.BPE):
+        return False
+    if model.unk_token is not None or (model.byte_fallback and has_bytes):
+        return True
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    return all(backend.token_to_id(letter) is not None for letter in alphabet)
 
 
 def _limited(call: Callable[[], T], length: int) -> T:

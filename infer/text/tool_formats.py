@@ -9,15 +9,18 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from infer.text.answer_reader import MalformedError, Reader, Steps
+from infer.text.schemas import BEGINS_AS, KINDS, SPACE, Argument, argument_of
 
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
+_TEXT = frozenset({"string"})
+_NOT_TEXT = frozenset(KINDS) - _TEXT
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,15 @@ def _json_call(reader: Reader, *, bare: bool) -> Steps[None]:
         key = yield from reader.json_string()
         yield from reader.expect(":")
         if key in _NAMES and name is None:
+            if bare and not (yield from reader.sees(*map(json.dumps, reader.functions))):
+                raise MalformedError
             name = yield from reader.json_string()
             if not _is_name(name) or (bare and name not in reader.functions):
                 raise MalformedError
             if arguments is not None:
                 reader.call(name)
                 reader.arguments(arguments)
+                reader.end_call()
                 told = True
         elif key in _ARGUMENTS and name is None:
             parts: list[str] = []
@@ -91,16 +97,18 @@ def _json_call(reader: Reader, *, bare: bool) -> Steps[None]:
     if not told:
         reader.call(name)
         reader.arguments("{}")
+        reader.end_call()
 
 
 def _arguments(reader: Reader) -> Steps[None]:
-    """Arguments in JSON, of which an object is passed on as it comes."""
-    if (yield from reader.sees("{")):
-        yield from reader.json_value(reader.arguments)
-        return
+    """Arguments in JSON, of which an object is passed on as it comes, and the end of the call."""
     parts: list[str] = []
-    yield from reader.json_value(parts.append)
-    reader.arguments(_object("".join(parts)))
+    is_object = yield from reader.sees("{")
+    is_whole = yield from reader.json_value(reader.arguments if is_object else parts.append)
+    if not is_object:
+        reader.arguments(_object("".join(parts)))
+    if is_whole:
+        reader.end_call()
 
 
 def _object(text: str) -> str:
@@ -305,72 +313,94 @@ def _xml_call(reader: Reader, tags: Tags) -> Steps[None]:
     name = name.strip()
     if not _is_name(name):
         raise MalformedError
-    schemas = reader.functions.get(name, {}).get("properties")
-    schemas = schemas if isinstance(schemas, Mapping) else {}
+    schema = reader.functions.get(name, {})
     reader.call(name)
     begin = "{"
     while (yield from reader.accept(tags.parameter)):
         key, _, attributes = (yield from reader.until(tags.key_end)).strip().partition('"')
         reader.arguments(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
-        types = types_of(schemas.get(key))
+        argument = argument_of(schema, key)
         if 'string="' in attributes:
-            types = {"string"} if 'string="true' in attributes else types - {"string"}
-        yield from _xml_value(reader, tags, types)
+            argument = argument.of(_TEXT if 'string="true' in attributes else _NOT_TEXT)
+        yield from _xml_value(reader, tags, argument)
         begin = ", "
-    reader.arguments("{}" if begin == "{" else "}")
-    yield from reader.accept(tags.call_end)
+    if (yield from reader.accept(tags.call_end)) or not reader.is_cut:
+        reader.arguments("{}" if begin == "{" else "}")
+        reader.end_call()
 
 
-def _xml_value(reader: Reader, tags: Tags, types: set[str]) -> Steps[None]:
-    ends = [tags.value_end]
+def _xml_value(reader: Reader, tags: Tags, argument: Argument) -> Steps[None]:
+    """A value ends where its end is followed by the next parameter or the end of the call: what
+    looks like its end otherwise belongs to it."""
+    ends, behind = [tags.value_end], value_followers(tags)
     if tags is GLM_TAGS:
         yield from reader.expect("<arg_value>")
     if tags.newlines:
         ends.append("\n" + tags.value_end)
         yield from reader.skip("\n")
-    if types != {"string"}:
-        reader.arguments(_value((yield from reader.until(*ends)), types))
-        return
-    reader.arguments('"')  # a text may be long: it is passed on as it comes
-    end = yield from reader.copy_until(
-        *ends, write=lambda text: reader.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
-    )
+    if argument.kinds == _TEXT:  # it may be long: it is passed on as it comes
+        reader.arguments('"')
+        end = yield from reader.value_until(
+            *ends,
+            behind=behind,
+            write=lambda text: reader.arguments(json.dumps(text, ensure_ascii=False)[1:-1]),
+        )
+        if end is not None:
+            reader.arguments('"')
+    else:
+        parts: list[str] = []
+        first = 0  # parts before the first end
+        while end := (yield from reader.value_until(*ends, behind=behind, write=parts.append)):
+            first = first or len(parts)
+            if not _ends_in_string("".join(parts), argument):
+                break
+            parts.append(end)
+        if end is None and first and not reader.is_cut:  # no string was meant
+            end = parts[first]
+            reader.put_back("".join(parts[first + 1 :]))
+            del parts[first:]
+        if end is not None:
+            reader.arguments(_value("".join(parts), argument))
     if end is None:  # cut off, which shows
         raise MalformedError
-    reader.arguments('"')
 
 
-def types_of(schema: object) -> set[str]:
-    """The JSON types that a schema allows; none where it does not say."""
-    if not isinstance(schema, Mapping):
-        return set()
-    declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else set(declared or ())
-    for name in ("anyOf", "oneOf"):
-        for each in schema.get(name) or ():
-            types |= types_of(each)
-    if not types and isinstance(schema.get("enum"), list):
-        types = {"string"} if all(isinstance(each, str) for each in schema["enum"]) else set()
-    return types
+def value_followers(tags: Tags) -> tuple[str, ...]:
+    """What comes behind the end of a value."""
+    followers = tags.parameter, tags.call_end, tags.section_end, tags.call or tags.section
+    return tuple(filter(None, followers))
 
 
-def _value(text: str, types: set[str]) -> str:
-    """JSON of a value that stands without quotes where it is text."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        try:
-            value = _literal(ast.parse(text.strip(), mode="eval").body)
-        except _NO_LITERAL:
-            value = text
-        if isinstance(value, str):
-            value = text
-    if "string" in types and not isinstance(value, str) and _type(value) not in types:
-        value = text
-    try:
-        return _dumps(value)
-    except ValueError:  # no number of JSON
+_STRINGS_CLOSED = re.compile(r"""(?:[^"']|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')*+""", re.DOTALL)
+
+
+def _ends_in_string(text: str, argument: Argument) -> bool:
+    """Whether a list or an object, of JSON or Python, ends within a string."""
+    begins = text.lstrip(SPACE)[:1]
+    is_nested = any(begins == BEGINS_AS.get(kind) for kind in argument.apart)
+    return is_nested and not _STRINGS_CLOSED.fullmatch(text)
+
+
+def _value(text: str, argument: Argument) -> str:
+    """JSON of a value that stands without quotes where it is text. What may be text is, unless it
+    is read as another of its types."""
+    if "string" in argument.kinds and not argument.may_be_other(text):
         return _dumps(text)
+    plain = text.strip(SPACE)
+    try:
+        json.loads(plain, parse_constant=_no_constant)
+        return plain
+    except (ValueError, RecursionError):
+        pass
+    try:
+        value = _literal(ast.parse(plain, mode="eval").body)
+        return _dumps(text if isinstance(value, str) else value)
+    except _NO_LITERAL:
+        return _dumps(text)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _dumps(value: object) -> str:
@@ -386,11 +416,6 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _type(value: object) -> str:
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
-    return "null" if value is None else names.get(type(value), "object")
 
 
 # Python: [f(a=1), g(b="x")]
@@ -419,12 +444,15 @@ def _python_calls(reader: Reader, end: str, *, bare: bool = False) -> Steps[None
     if bare and not listed:
         raise MalformedError
     while True:
+        if bare and not (yield from reader.sees(*reader.functions)):
+            raise MalformedError
         name = yield from reader.word()
         if not _is_name(name) or (bare and name not in reader.functions):
             raise MalformedError
         arguments = _python_arguments((yield from reader.parenthesised()))
         reader.call(name)
         reader.arguments(arguments)
+        reader.end_call()
         yield from reader.accept(",")
         if (yield from reader.sees("]", "<")) or (yield from reader.is_over()):
             break
@@ -485,23 +513,29 @@ def _gemma_call(reader: Reader, end: str, quote: str) -> Steps[None]:
         raise MalformedError
     reader.call(name)
     parts: list[str] = []
-    yield from reader.copy_until(end, write=parts.append)
+    while (found := (yield from reader.copy_until(end, quote, write=parts.append))) == quote:
+        parts.append(quote)  # what looks like the end of the call may be in a text
+        if (yield from reader.copy_until(quote, write=parts.append)):
+            parts.append(quote)
     text = "".join(parts).strip()
     try:
         value, rest = _gemma_value(text, quote)
-        reader.arguments(text if rest.strip() else _dumps(value))
     except _NO_LITERAL:
-        reader.arguments(text)
+        value, rest = text, text
+    if rest.strip() and reader.is_cut and found is None:
+        return
+    reader.arguments(text if rest.strip() else value)
+    reader.end_call()
 
 
-def _gemma_value(text: str, quote: str) -> tuple[Any, str]:
-    """The value that a text begins with, and the rest of the text."""
+def _gemma_value(text: str, quote: str) -> tuple[str, str]:
+    """JSON of the value that a text begins with, and the rest of the text."""
     text = text.lstrip()
     if text.startswith(quote):
         value, closed, rest = text[len(quote) :].partition(quote)
         if not closed:
             raise MalformedError
-        return value, rest
+        return _dumps(value), rest
     if text.startswith("{"):
         entries, rest = {}, text[1:].lstrip()
         while not rest.startswith("}"):
@@ -512,20 +546,22 @@ def _gemma_value(text: str, quote: str) -> tuple[Any, str]:
                 key, colon, rest = rest.partition(":")
                 if not colon:
                     raise MalformedError
-            entries[key.strip()], rest = _gemma_value(rest, quote)
+                key = _dumps(key.strip())
+            entries[key], rest = _gemma_value(rest, quote)
             rest = rest.lstrip().removeprefix(",").lstrip()
-        return entries, rest[1:]
+        written = ", ".join(f"{key}: {value}" for key, value in entries.items())
+        return f"{{{written}}}", rest[1:]
     if text.startswith("["):
         items, rest = [], text[1:].lstrip()
         while not rest.startswith("]"):
             item, rest = _gemma_value(rest, quote)
             items.append(item)
             rest = rest.lstrip().removeprefix(",").lstrip()
-        return items, rest[1:]
+        return f"[{', '.join(items)}]", rest[1:]
     word = re.match(r"[^,\]}]+", text)
     if word is None:
         raise MalformedError
-    return json.loads(_value(word[0].strip(), set())), text[word.end() :]
+    return _value(word[0].strip(), Argument(_NOT_TEXT, _NOT_TEXT)), text[word.end() :]
 
 
 # Harmony: <|channel|>analysis<|message|>...<|end|>, and calls addressed to functions
@@ -619,7 +655,12 @@ FORMATS = (
         partial(_xml, tags=SEED_TAGS),
         (SEED_TAGS.section, SEED_TAGS.section_end),
     ),
-    ToolFormat("qwen3_coder", ("<function=", "<parameter="), partial(_xml, tags=QWEN_TAGS)),
+    ToolFormat(
+        "qwen3_coder",
+        ("<function=", "<parameter="),
+        partial(_xml, tags=QWEN_TAGS),
+        (QWEN_TAGS.section, QWEN_TAGS.section_end),
+    ),
     _mistral_format("mistral", "[TOOL_CALLS]", "[ARGS]"),
     _mistral_format("mistral_list", "[TOOL_CALLS]"),
     _json_format("command", "<|START_ACTION|>", "<|END_ACTION|>"),

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from infer.kernels.errors import RequestError
 from infer.text.answer import AnswerStyle
+from infer.text.argument_grammars import Arguments
+from infer.text.schemas import SchemaError
 from infer.text.tool_formats import (
     DSML_TAGS,
     GLM_TAGS,
@@ -20,7 +23,6 @@ from infer.text.tool_formats import (
     QWEN_TAGS,
     SEED_TAGS,
     Tags,
-    types_of,
 )
 from infer.text.tools import Tools
 
@@ -50,9 +52,9 @@ def _json_list(begin: str, end: str) -> _Layout:
 
 def _tagged(tags: Tags) -> _Layout:
     begin, end = tags.section + "\n", tags.section_end
-    name, after = f"{tags.call}NAME{tags.name_end}\n", f"{tags.call_end}\n"
+    name, after = f"{tags.call}NAME{tags.name_end}\n", "\n"
     if not tags.call:
-        begin, name, after = tags.section, "NAME\n", tags.call_end
+        begin, name, after = tags.section, "NAME\n", ""
     each = tags in (QWEN_TAGS, GLM_TAGS)
     return _Layout(begin, name, after, "\n" if each else "", end, each, False, "xml", tags)
 
@@ -141,6 +143,7 @@ def example_call(format_name: str) -> str:
         tags = layout.tags
         value = "<arg_value>value" if tags is GLM_TAGS else "value"
         arguments = f"{tags.parameter}parameter{tags.key_end}{value}{tags.value_end}\n"
+        arguments += tags.call_end
     elif layout.arguments != "json":
         text = f"{layout.quote}text{layout.quote}"
         pairs = {"gemma": f"parameter:{text},other:1", "python": 'parameter="text", other=1'}
@@ -156,18 +159,22 @@ def answer_grammar(
     thinking: bool,
     may_think: bool,
     special_tokens: Mapping[str, int],
+    text_tokens: Mapping[str, int],
     loose: Collection[int],
     schema_of: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    error_of: Callable[[Mapping[str, Any]], str | None] = lambda _: None,
     content: str | None = None,
 ) -> str | None:
     """The grammar of an answer; None where it may be any text, or is `content` and nothing else.
 
     thinking: the prompt has begun the thought. may_think: the answer may begin one.
-    special_tokens: ids by name; loose: those that may stand anywhere in a text. schema_of: what a
-    function's arguments are held to. content: in Lark, what an answer has to be that is no call.
+    special_tokens, text_tokens: the ids of markers that are tokens, by name; the latter are text as
+    well. loose: special tokens that may stand anywhere in a text. schema_of: what a function's
+    arguments are held to. error_of: why a schema cannot be followed. content: in Lark, what an
+    answer has to be that is no call.
     """
     layout = _LAYOUTS[style.tools.name]
-    lark = _Lark(special_tokens, loose)
+    lark = _Lark(special_tokens, text_tokens, loose)
     thought = lark.thought(style, thinking, may_think)
     final = lark.sequence("<|channel|>final<|message|>") if layout.single else ""
     if tools.offered is None:
@@ -179,7 +186,8 @@ def answer_grammar(
     functions = [tool["function"] for tool in tools.offered]
     calls = [
         lark.sequence(layout.name.replace("NAME", each["name"]))
-        + f" {lark.arguments(layout, schema_of(each))} {lark.sequence(layout.after)}"
+        + f" {_arguments(lark, layout, each, schema_of(each), error_of)} "
+        + lark.sequence(layout.after)
         for each in functions
         if tools.named in (None, each["name"])
     ]
@@ -199,9 +207,9 @@ def answer_grammar(
         return lark.written(f"{thought} ({all_calls} | {final} {content})")
     if not layout.begin or style.tools.name == "pythonic":
         first = "\\[" if layout.begin else "{"
-        lark.rules.append(f"OTHER: /([^{first}](.|\\n)*)?/")
+        lark.rules.append(f"OTHER: /\\s*[^{first}\\s](.|\\n)*/")
         tag = lark.sequence("<|python_tag|>")
-        return lark.written(f"{thought} ({tag}? {all_calls} | OTHER text)")
+        return lark.written(f"{thought} (SPACE? {tag}? {all_calls} | (OTHER {lark.more_text})?)")
     # What comes before a call ends with its marker.
     marker, rest = lark.split_marker(layout.begin)
     inner = f"{rest} {call} {more} {end}"
@@ -211,12 +219,48 @@ def answer_grammar(
     return lark.written(f"{thought} ({head}){'*' if several else '?'} text")
 
 
-class _Lark:
-    """Rules of a grammar. special_tokens: ids by name, which are no text."""
+def _arguments(
+    lark: _Lark,
+    layout: _Layout,
+    function: Mapping[str, Any],
+    schema: Mapping[str, Any],
+    error_of: Callable[[Mapping[str, Any]], str | None],
+) -> str:
+    """What a function's arguments are held to, as a format writes them. Raises RequestError if the
+    function is strict and its schema cannot be followed there."""
+    if layout.arguments == "json":
+        return lark.json(schema)
+    arguments = Arguments(lark, schema, error_of, strict=bool(function.get("strict")))
+    try:
+        if layout.tags is not None:
+            return arguments.xml(layout.tags)
+        if layout.arguments == "gemma":
+            return arguments.gemma(layout.quote)
+        return arguments.python()
+    except (SchemaError, RecursionError) as error:
+        raise RequestError(
+            f"tools: the parameters of {function['name']} cannot be followed in the way in which "
+            f"this model writes calls: {error}"
+        ) from error
 
-    def __init__(self, special_tokens: Mapping[str, int], loose: Collection[int]) -> None:
+
+class _Lark:
+    """Rules of a grammar.
+
+    Markers that are tokens are written by their ids, whether they are text or not: where several
+    may come, the library would force what their texts begin with alike, in other tokens.
+    """
+
+    def __init__(
+        self,
+        special_tokens: Mapping[str, int],
+        text_tokens: Mapping[str, int],
+        loose: Collection[int],
+    ) -> None:
+        """Arguments as for `answer_grammar`."""
         self._specials = special_tokens
-        names = sorted(special_tokens, key=len, reverse=True)
+        self._ids = {**special_tokens, **text_tokens}
+        names = sorted(self._ids, key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self.rules = [
             "TEXT: /(.|\\n)*/",
@@ -224,9 +268,10 @@ class _Lark:
             "INDEX: /[0-9]{1,3}/",
             f"text: {'(TEXT loose)* TEXT' if loose else 'TEXT'}",
         ]
-        self._loose = ""
+        self._known: dict[str, str] = {}  # names of rules by what they are
+        self._loose = self.more_text = ""
         if loose:
-            self._loose = "(TEXT loose)* "
+            self._loose, self.more_text = "(TEXT loose)* ", "(loose TEXT)*"
             self.rules.append(f"loose: <[{_ranges(loose)}]>")
 
     def written(self, start: str) -> str:
@@ -237,8 +282,15 @@ class _Lark:
         self.rules.append(f"{name}{options}: {body}")
         return name
 
+    def recursive(self, write: Callable[[str], str]) -> str:
+        """The name of a new rule that may hold itself: `write` is told the name."""
+        at = len(self.rules)
+        name = self.rule("")
+        self.rules[at] = f"{name}: {write(name)}"
+        return name
+
     def parts(self, text: str) -> list[str]:
-        """A text as special tokens, and the texts between."""
+        """A text as the markers in it that are tokens, and the texts between."""
         found, at = [], 0
         for match in self._names.finditer(text):
             found += [text[at : match.start()], match[0]]
@@ -249,8 +301,8 @@ class _Lark:
         """Exactly this text."""
         written = []
         for part in self.parts(text):
-            if part in self._specials:
-                written.append(f"<[{self._specials[part]}]>")
+            if part in self._ids:
+                written.append(f"<[{self._ids[part]}]>")
             else:
                 pieces = (json.dumps(each, ensure_ascii=False) for each in part.split(_INDEX))
                 written.append(" INDEX ".join(pieces))
@@ -259,9 +311,12 @@ class _Lark:
     def split_marker(self, text: str) -> tuple[str, str]:
         """What of a text shows where it begins, and the sequence of the rest."""
         first, *rest = self.parts(text)
-        if first in self._specials:
-            return first, self.sequence("".join(rest))
-        marker = first.rstrip("\n[") or first
+        if first in self._ids:
+            marker = first
+        elif rest:
+            marker = first + rest[0]
+        else:
+            marker = first.rstrip("\n[") or first
         return marker, self.sequence(text[len(marker) :])
 
     def text_until(self, end: str) -> str:
@@ -269,7 +324,12 @@ class _Lark:
         first, *rest = self.parts(end)
         if first in self._specials:
             return f"text {self.sequence(end)}"
-        until = self.rule(f"TEXT {json.dumps(first, ensure_ascii=False)}", "[lazy]")
+        text = f"TEXT {json.dumps(first, ensure_ascii=False)}"
+        if rest and first not in self._ids:  # whether it is the end shows at the token behind it
+            until = f"UNTIL{len(self.rules)}"
+            self.rules.append(f"{until}: {text}")
+        else:
+            until = self.rule(text, "[lazy]")
         return f"{self._loose}{until} {self.sequence(''.join(rest))}"
 
     def thought(self, style: AnswerStyle, thinking: bool, may_think: bool) -> str:
@@ -285,108 +345,29 @@ class _Lark:
             return f"({self.sequence(begin)} {self.text_until(end)} SPACE?)?"
         return ""
 
-    def arguments(self, layout: _Layout, schema: Mapping[str, Any]) -> str:
-        if layout.arguments == "json":
-            return self.json(schema)
-        if layout.arguments == "gemma":
-            return self._gemma_entries(layout.quote, schema)
-        properties = schema.get("properties") or {}
-        required = schema.get("required") or ()
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        entries = []
-        for key, value in properties.items():
-            own = {**shared, **value} if isinstance(value, Mapping) else {}
-            if layout.tags is not None:
-                entry = self._xml(layout.tags, key, own)
-            else:
-                entry = f"{self.sequence(key + '=')} {self.json(own)}"
-            entries.append((self.rule(entry), key in required))
-        if layout.tags is not None:
-            return " ".join(name if needed else f"{name}?" for name, needed in entries)
-        return self._separated(entries, ", ")
-
     def json(self, schema: Mapping[str, Any]) -> str:
-        return self.rule(f"%json {json.dumps(schema)}")
+        """The name of a rule of what is valid under a schema. Equal schemas share a rule."""
+        body = f"%json {json.dumps(schema)}"
+        if body not in self._known:
+            self._known[body] = self.rule(body)
+        return self._known[body]
 
-    def _separated(self, entries: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Those that are needed, and any of the others, in this order but those first."""
-        between = self.sequence(separator)
-        needed = [name for name, is_needed in entries if is_needed]
-        others = [name for name, is_needed in entries if not is_needed]
-        rest = ""
-        for name in reversed(others):  # behind another
-            rest = self.rule(f"({between} {name})? {rest}")
-        if needed:
-            return f" {between} ".join(needed) + f" {rest}"
-        if not others:
-            return '""'
-        tails = [""]
-        for name in reversed(others):
-            tails.append(self.rule(f"({between} {name})? {tails[-1]}"))
-        firsts = (f"{name} {tails[len(others) - 1 - index]}" for index, name in enumerate(others))
-        return f"({' | '.join(firsts)})?"
+    def terminal(self, body: str) -> str:
+        """The name of a regular expression. Equal ones share a name."""
+        if body not in self._known:
+            self._known[body] = f"T{len(self.rules)}"
+            self.rules.append(f"{self._known[body]}: {body}")
+        return self._known[body]
 
-    def _xml(self, tags: Tags, key: str, schema: Mapping[str, Any]) -> str:
-        newline = "\n" if tags.newlines else ""
-        end = f"{newline}{tags.value_end}"
-        attributes = ""
-        types = types_of(schema) or {"string"}
-        is_text = "string" in types
-        if tags is DSML_TAGS:
-            attributes = f'" string="{"true" if is_text else "false"}"'
-        begin = f"{tags.parameter}{key}{attributes}{tags.key_end}"
-        begin += "\n<arg_value>" if tags is GLM_TAGS else newline
-        if options := _text_options(schema):
-            value = f"({' | '.join(map(self.sequence, options))}) {self.sequence(end)}"
-        elif is_text:
-            value = self.text_until(end)
-        else:
-            value = f"{self.json(schema)} {self.sequence(end)}"
-        return f"{self.sequence(begin)} {value} {self.sequence(chr(10))}"
-
-    def _gemma(self, quote: str, schema: Mapping[str, Any]) -> str:
-        """A value as Gemma writes it."""
-        if options := _text_options(schema):
-            return f"({' | '.join(self.sequence(f'{quote}{each}{quote}') for each in options)})"
-        types = types_of(schema) or {"string", "number", "boolean", "null", "array", "object"}
-        ways = []
-        if "string" in types:
-            ways.append(f"{self.sequence(quote)} {self.text_until(quote)}")
-        if "array" in types:
-            items = schema.get("items")
-            item = self._gemma_item(quote, items if isinstance(items, Mapping) else {})
-            ways.append(f'"[" ({item} ("," {item})*)? "]"')
-        if "object" in types:
-            ways.append(f'"{{" {self._gemma_entries(quote, schema)} "}}"')
-        if others := types - {"string", "array", "object"}:
-            own = dict(schema) if others == types else {"type": sorted(others)}
-            ways.append(self.json(own))
-        return f"({' | '.join(ways)})"
-
-    def _gemma_item(self, quote: str, schema: Mapping[str, Any]) -> str:
-        """The same, as a rule; one for all values of any kind, which may hold each other."""
-        if types_of(schema):
-            return self.rule(self._gemma(quote, schema))
-        if not any(rule.startswith("any:") for rule in self.rules):
-            at = len(self.rules)
-            self.rules.append("any:")  # values of it may hold each other
-            self.rules[at] = f"any: {self._gemma(quote, {})}"
-        return "any"
-
-    def _gemma_entries(self, quote: str, schema: Mapping[str, Any]) -> str:
-        properties = schema.get("properties")
-        if not isinstance(properties, Mapping):
-            entry = f'/[A-Za-z_][A-Za-z0-9_]*/ ":" {self._gemma_item(quote, {})}'
-            return f'({entry} ("," {entry})*)?'
-        required = schema.get("required") or ()
-        entries = [
-            (
-                self.rule(f"{self.sequence(f'{key}:')} {self._gemma(quote, own)}"),
-                key in required,
-            )
-            for key, own in properties.items()
-        ]
-        return self._separated(entries, ",")
+    def before(self, text: str, end: str, *, loose: bool) -> str:
+        """What a terminal matches, which must not hold what looks like the end, and this end behind
+        it. loose: whether special tokens may be in it that may stand anywhere in a text."""
+        first, *rest = self.parts(end)
+        held = f"({text} loose)* " if loose and self._loose else ""
+        if first in self._ids:
+            return f"{held}{text} {self.sequence(end)}"
+        joined = self.terminal(f"{text} {json.dumps(first, ensure_ascii=False)}")
+        return f"{held}{joined} {self.sequence(''.join(rest))}"
 
 
 def _ranges(ids: Collection[int]) -> str:
@@ -394,9 +375,3 @@ def _ranges(ids: Collection[int]) -> str:
     firsts = sorted(i for i in ids if i - 1 not in ids)
     lasts = sorted(i for i in ids if i + 1 not in ids)
     return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(firsts, lasts, strict=True))
-
-
-def _text_options(schema: Mapping[str, Any]) -> list[str]:
-    """The texts that a value has to be one of."""
-    options = schema.get("enum") or ()
-    return list(options) if all(isinstance(each, str) for each in options) else []

@@ -35,8 +35,8 @@ class ToolCallDelta:
 
 @dataclass
 class ToolCall:
-    """arguments: JSON, as the model wrote it: an object, unless it made a mistake or was cut
-    off."""
+    """arguments: JSON, as the model wrote it: an object, unless it made a mistake or a stop string
+    ended it."""
 
     id: str
     name: str

@@ -235,9 +235,10 @@ def scale_into_norm(graph: Graph, target: Target) -> None:
 
 
 def choose_attention(graph: Graph, target: Target) -> None:
-    """Tiles for many rows; for a few, a context that is split, where there are subgroups."""
+    """Tiles for many rows; for a few, or where tiles would not come to the end of a context, splits
+    of the context, if there are subgroups."""
     for attention in each(graph, Attention):
-        if not target.kind.few:
+        if not target.kind.few and attention.fits_tiles(target):
             graph.update(attention, kernels="tiled")
         elif attention.variant(target) is not None:
             graph.update(attention, kernels="split")

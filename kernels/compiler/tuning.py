@@ -7,6 +7,7 @@ rounding.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TypeVar, TypeVarTuple
 
@@ -17,11 +18,21 @@ Variant = TypeVar("Variant")
 
 NARROW_SOFTWARE = 256  # values of a row for which compiling a large tile takes longer than it saves
 _INVOCATIONS = 2048  # that a multiprocessor has at once
+# After so many passes, of all loops together, Mesa's software adapter ends every loop of an
+# invocation, and reports nothing (LP_MAX_TGSI_LOOP_ITERATIONS in lp_bld_limits.h).
+_SOFTWARE_PASSES = 65_535
 
 
 def power_of_two(value: int) -> int:
     """The smallest power of two that is not less."""
     return 1 << max(0, value - 1).bit_length()
+
+
+def loop_passes(iterations: int, inner: int = 0) -> int:
+    """The most passes through a loop, as `Tuning.loop_passes` counts them: one more than it has
+    iterations, for the end of a loop is found in a pass of its own. inner: passes through the loops
+    inside it in an iteration."""
+    return (iterations + 1) * (1 + inner)
 
 
 class Tuning:
@@ -32,6 +43,8 @@ class Tuning:
         self.subgroup_size = device.subgroup_size
         self.largest_subgroup = device.largest_subgroup
         self.multiprocessors = device.multiprocessors
+        # Passes that an invocation may make through its loops, all of them together.
+        self.loop_passes = _SOFTWARE_PASSES if self.software else sys.maxsize
         # A power of two of invocations that fill the GPU.
         self.filling = power_of_two(self.multiprocessors * _INVOCATIONS + 1) // 2
 

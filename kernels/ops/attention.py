@@ -1,6 +1,7 @@
 """Attention, in one of three forms.
 
-A few rows: attention, which splits the context, and attention_combine. Many rows: attention_tiled.
+A few rows: attention, which splits the context, and attention_combine. Many rows: attention_tiled,
+but on a software adapter, which would end its loops too early in a long context, attention as well.
 Without fusing, or without subgroups: attention_scores, softmax, weighted_sum. With one row,
 attention_decode takes the place of rotation, the cache write and attention.
 """
@@ -8,14 +9,14 @@ attention_decode takes the place of rotation, the cache write and attention.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from infer.kernels.compiler.arena import Operand, Scratch
 from infer.kernels.compiler.graph import Value, stride
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import Target
-from infer.kernels.compiler.tuning import NARROW_SOFTWARE, Tuning, power_of_two
+from infer.kernels.compiler.tuning import NARROW_SOFTWARE, Tuning, loop_passes, power_of_two
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.plan import NOTHING, Size
@@ -23,6 +24,7 @@ from infer.kernels.gpu.tensor import BLOCK, HALF, GpuTensor
 from infer.kernels.ops.kv_write import Heads, KVWrite, kv_params
 from infer.kernels.ops.prepared import Form, Maker, scale_params
 from infer.kernels.state.kv_cache import PAGE, LayerCache, kv_cache_bytes
+from infer.kernels.state.step import MAX_PROMPTS
 
 
 @dataclass(eq=False, repr=False)
@@ -64,15 +66,41 @@ class Attention(Maker):
         """Query heads that share a KV head."""
         return self.width // (self.cache.n_kv_heads * self.cache.head_dim)
 
+    def tiles(self, target: Target) -> TiledVariant:
+        """Of attention_tiled."""
+        return target.tuning.choose(attention_tiled_variant, self.cache.head_dim, self.n_heads)
+
+    def fits_tiles(self, target: Target) -> bool:
+        """Whether the loops of attention_tiled come to the end of the longest context."""
+        variant = self.tiles(target)
+        # All rows of a tile attend to this much, from where a tile of positions begins.
+        seen = self._seen(variant.rows + variant.columns)
+        return seen <= variant.most_positions(self.cache.head_dim, target.tuning.loop_passes)
+
+    def _seen(self, more: int = 0) -> int:
+        """The most positions that a row attends to, or that many more if there is a window."""
+        positions = self.cache.pages_per_sequence * PAGE
+        return min(positions, self.window + more) if self.window else positions
+
     def variant(self, target: Target) -> AttentionVariant | None:
         """Of `attention`; None without subgroups."""
         return target.tuning.choose(
-            attention_variant,
+            attention_variant if target.kind.few else attention_long_variant,
             self.group,
             self.cache.n_kv_heads,
             self.cache.head_dim,
             target.kind.rows,
         )
+
+    def between(self, target: Target) -> int:
+        """How many values its kernels pass on for each of many rows."""
+        if target.fuse and (target.kind.few or self.fits_tiles(target)):
+            return 0
+        variant = self.variant(target) if target.fuse else None
+        if variant is None:  # the scores of all heads
+            return self.n_heads * self.cache.slots
+        _, stored = variant.stored(self.cache.pages_per_sequence * PAGE)
+        return self.n_heads * stored * (self.cache.head_dim + 2)
 
     def has_room(self, heads: Heads, target: Target) -> bool:
         """Whether attention_decode can do the work of rope_kv_write: rows do not wait for each
@@ -125,6 +153,13 @@ class Attention(Maker):
         cache, n_heads = self.cache, self.n_heads
         q, q_stride, q_offset = low.source(self.q)
         scores_stride = cache.pages_per_sequence * PAGE
+        lanes = max(1, 256 // (cache.head_dim // 8))  # positions that weighted_sum adds at once
+        if loop_passes(-(-self._seen() // lanes)) > low.tuning.loop_passes // 2:
+            raise ShaderError(
+                f"A context of {scores_stride} positions is more than this software adapter can "
+                "attend to without subgroups. Ask for a smaller one (--context), or take another "
+                "adapter (--device)."
+            )
         scores = Scratch(4 * low.kind.rows * n_heads * scores_stride)
         probabilities = Scratch(scores.nbytes)
         heads = low.row_grid(self, n_heads)
@@ -156,7 +191,7 @@ class Attention(Maker):
             | {
                 "SCORES_STRIDE": scores_stride,
                 "Y_STRIDE": stride(self.width),
-                "LANES": max(1, 256 // (cache.head_dim // 8)),  # positions at once
+                "LANES": lanes,
             },
         )
 
@@ -197,7 +232,6 @@ class Attention(Maker):
         longest = (
             joined.max_split if joined is not None else 0
         )  # context that one split has room for
-        positions = cache.pages_per_sequence * PAGE
         if joined is not None:
             low.emit(
                 kernel,
@@ -211,13 +245,11 @@ class Attention(Maker):
                 | scales,
                 moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
             )
-        if min(positions, window or positions) <= longest:
+        if self._seen() <= longest:
             return
-        count = variant.count(positions)
-        at_once = min(_COMBINED_AT_ONCE, power_of_two(max(2, count)))
-        stored = -(-count // at_once) * at_once
+        at_once, stored = variant.stored(cache.pages_per_sequence * PAGE)
         split = _split_params(cache, variant, window, stored)
-        partial = Scratch(low.kind.rows * n_heads * stored * (4 * cache.head_dim + 8))
+        partial = Scratch(4 * low.kind.rows * n_heads * stored * (cache.head_dim + 2))
         low.emit(
             kernel,
             [*inputs, partial, *own],
@@ -248,9 +280,8 @@ class Attention(Maker):
         )
 
     def _tiled(self, low: Lowering, common: dict[str, Any]) -> None:
-        cache, n_heads = self.cache, self.n_heads
+        cache, n_heads, variant = self.cache, self.n_heads, self.tiles(low)
         q, q_stride, q_offset = low.source(self.q)
-        variant = low.tuning.choose(attention_tiled_variant, cache.head_dim, n_heads)
         prompts = low.kind.prompts
         low.emit(
             "attention_tiled",
@@ -371,6 +402,12 @@ class AttentionVariant:
             return min(self.splits, -(-positions // self.min_split))
         return -(-positions // self.max_split)
 
+    def stored(self, positions: int) -> tuple[int, int]:
+        """How many splits attention_combine reads at once, and how many there is room for."""
+        count = self.count(positions)
+        at_once = min(_COMBINED_AT_ONCE, power_of_two(max(2, count)))
+        return at_once, -(-count // at_once) * at_once
+
     def storage(self, merged: int, lanes: int) -> int:
         """Bytes of workgroup memory, in which so many heads of each subgroup are merged at once."""
         subgroups = max(1, self.workgroup // lanes)
@@ -417,6 +454,17 @@ def attention_variant(
         if variant.merged(tuning.limits.workgroup_storage, tuning.subgroup_size):
             return variant
         workgroup //= 2
+
+
+def attention_long_variant(
+    tuning: Tuning, group: int, n_kv_heads: int, head_dim: int, rows: int
+) -> AttentionVariant | None:
+    """In place of attention_tiled on a software adapter. So many rows are enough workgroups, and
+    what all splits leave for attention_combine takes room, so splits are as long as loops may be:
+    half of the passes, as a few are needed for what comes after the positions."""
+    variant = attention_variant(tuning, group, n_kv_heads, head_dim, rows)
+    longest = tuning.loop_passes // 2
+    return variant and replace(variant, splits=1, min_split=longest, max_split=longest)
 
 
 def attention_joined_variant(
@@ -477,6 +525,16 @@ class TiledVariant:
         slices = max(queries_keys, self.v_depth(head_dim) * head_dim)
         exchange = self.rows * (self.columns + 4 + self.n_size)
         return 4 * ((1 + self.double) * slices + exchange)
+
+    def most_positions(self, head_dim: int, passes: int) -> int:
+        """The most positions that a tile of rows may attend to, where an invocation has so many
+        passes through loops (Tuning.loop_passes): the loops of attention_tiled.wgsl, all rolled."""
+        v_depth = self.v_depth(head_dim)
+        scores = loop_passes(head_dim // self.depth, loop_passes(self.depth // 4))
+        of_rows = self.m_tile * loop_passes(self.n_size)
+        outputs = loop_passes(self.columns // v_depth, loop_passes(v_depth // 4))
+        besides = loop_passes(MAX_PROMPTS) + of_rows
+        return (passes - besides) // (1 + scores + of_rows + outputs) * self.columns
 
 
 def attention_tiled_variant(tuning: Tuning, head_dim: int, n_heads: int) -> TiledVariant:

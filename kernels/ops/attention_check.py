@@ -408,6 +408,8 @@ def cases() -> Iterator[Case]:
         for dtype, shape, rows in product(KV_DTYPES, shapes, rows_of):
             run = partial(function, shape=shape, rows=rows, dtype=dtype)
             yield Case(kernel, f"{dtype}, {rows} rows, {shape}", run)
+    run = partial(_attend, run_attention_tiled, shape=_LONG, rows=9, dtype="f16")
+    yield Case("attention_tiled", f"f16, 9 rows, {_LONG}", run)
 
 
 @dataclass(frozen=True)
@@ -663,6 +665,7 @@ def _of_positions(cached: Array, at: slice) -> Array:
 
 
 _ALL = _SHAPES + _LATENT
+_LONG = _Shape(1, 2, 32, 60_007)  # where Mesa's software adapter would end attention_tiled's loops
 _ATTENTION: dict[str, tuple[Callable[..., Outcome], tuple[int, ...], tuple[_Shape, ...]]] = {
     "attention_scores": (_scores, (3,), _ALL),
     "softmax": (_softmax, (3,), _SHAPES),

@@ -11,7 +11,7 @@ from infer.kernels.compiler.arena import Operand, Scratch
 from infer.kernels.compiler.graph import Value, stride
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import Target, padded_rows, per_row, tile_grid
-from infer.kernels.compiler.tuning import Tuning, power_of_two
+from infer.kernels.compiler.tuning import Tuning, loop_passes, power_of_two
 from infer.kernels.gpu.tensor import (
     BLOCK,
     CODED,
@@ -137,7 +137,10 @@ def tile_params(low: Lowering, weight: GpuTensor, tile: TileVariant, int8: bool)
     if int8:
         return common
     heads = {"X_OFFSET": 0, "X_HEAD": 0, "Y_HEAD": 0}
-    return common | heads | {"X_STRIDE": stride(k), "SOFTWARE": low.device.software}
+    # Loops of 4 in one over tiles of 16 columns compile sooner, but allow no rows beyond 174,000.
+    passes = loop_passes(-(-k // 16) + 1, loop_passes(4))
+    rolled = low.device.software and passes <= low.tuning.loop_passes
+    return common | heads | {"X_STRIDE": stride(k), "SOFTWARE": rolled}
 
 
 @dataclass(eq=False, repr=False)

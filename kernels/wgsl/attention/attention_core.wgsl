@@ -49,7 +49,7 @@
     var score$i = 0.0;
 #endfor
 #for k in 0..FOLDS
-    let upper$k = (part & CLUSTER / $(2 << $k)u) != 0u;
+    let upper$k = (part & (CLUSTER / $(2 << $k)u)) != 0u;
 #for i in 0..SCORES / (2 << $k)
 #for j in $i + SCORES / (2 << $k)..$i + SCORES / (2 << $k) + 1
     score$i = select(score$i, score$j, upper$k)

@@ -185,7 +185,10 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   keep(team, $ru, sum$r, me);
 #endfor
 #if NORM
-  if (team.index == 0u) {
+#if SUBGROUPS
+  if (team.index == 0u)  // else there is one team, and its sums have barriers
+#endif
+  {
     keep(team, $(W_ROWS)u, squares, me);
   }
 #endif

@@ -156,7 +156,10 @@ fn main(
   keep(team, $mu * W_ROWS + $ru, sum$m_$r, me);
 #endfor
 #if NORM
-  if (team.index == 0u) {
+#if SUBGROUPS
+  if (team.index == 0u)  // else there is one team, and its sums have barriers
+#endif
+  {
     keep(team, ROWS * W_ROWS + $mu, squares$m, me);
   }
 #endif

@@ -1,0 +1,89 @@
+"""A long text to token ids piece by piece, which takes little memory, and may end after any piece.
+
+Each window of the text begins within the one before. Where both have the same tokens at the same
+places for a while, they are joined, and nothing but memory differs from encoding the text at once:
+
+* A tokenizer splits a text into words from left to right. From a place on where both split it, they
+  go on alike.
+* BPE merges a word into the tokens t1, t2, ... if and only if it merges the text of every two that
+  follow each other into these two. Any two here follow each other in one of the windows. With other
+  models the joint has to be between words.
+
+Where two windows never agree, such as in a word that is longer than both, one that holds both is
+encoded.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+from tokenizers import Encoding
+
+PIECE = 1 << 16  # characters that a window goes beyond the one before
+_OVERLAP = 256  # tokens, or as far as the beginning of a word is from there, up to twice as many
+_BEFORE, _AFTER = 8, 32  # tokens that have to be the same before a joint and after it
+
+_Token = tuple[int, int, bool]  # its id, its place in the text, whether it begins a word
+
+
+def encode_pieces(
+    encode: Callable[[str], Encoding], text: str, in_words: bool
+) -> Iterator[list[int]]:
+    """The ids of a text. Each piece has at least two, but for the last one, and some are empty:
+    then nothing is known yet, and it goes on.
+
+    encode: what the library makes of a text, with its places. in_words: whether it is BPE, and all
+    its places are right.
+    """
+    if len(text) <= PIECE:
+        yield encode(text).ids
+        return
+    begin, end = 0, PIECE
+    tokens = _tokens(encode(text[:end]), 0)
+    first = 0  # of those that no piece has had
+    while end < len(text):
+        following = min(end + PIECE, len(text))
+        near = len(tokens) - _OVERLAP
+        words = (i for i in range(near, near - _OVERLAP, -1) if i > first and tokens[i][2])
+        start = next(words, near)
+        joint = None
+        if start > first:
+            place = tokens[start][1]
+            after = _tokens(encode(text[place:following]), place)
+            joint = _joint(tokens, max(start, first + 2), after, in_words)
+        if joint is None:
+            end = min(2 * end - begin, len(text))
+            tokens = _tokens(encode(text[begin:end]), begin)
+            yield []
+        else:
+            last, then = joint
+            yield [token for token, _, _ in tokens[first:last]]
+            begin, end, tokens, first = place, following, after, then
+    yield [token for token, _, _ in tokens[first:]]
+
+
+def _tokens(encoding: Encoding, begin: int) -> list[_Token]:
+    """Of a window that begins there."""
+    words = encoding.word_ids
+    return [
+        (token, begin + place, word != before)
+        for token, (place, _), word, before in zip(
+            encoding.ids, encoding.offsets, words, [-1, *words], strict=False
+        )
+    ]
+
+
+def _joint(
+    tokens: Sequence[_Token], first: int, after: Sequence[_Token], in_words: bool
+) -> tuple[int, int] | None:
+    """The first token, from that one on, around which a window and the one after it agree: its
+    index in both."""
+    index = {
+        token[1]: i for i, (before, token) in enumerate(pairwise(after), 1) if token[1] > before[1]
+    }  # several tokens may be of one character
+    for i in range(first, len(tokens) - _AFTER):
+        j = index.get(tokens[i][1]) if tokens[i][1] > tokens[i - 1][1] else None
+        if j is not None and (in_words or tokens[i][2]):
+            before = min(i, j, _BEFORE)
+            if tokens[i - before : i + _AFTER] == after[j - before : j + _AFTER]:
+                return i, j
+    return None

@@ -1,0 +1,352 @@
+"""What a JSON schema says of a value, with its references followed and its parts put together.
+
+Some formats of calls write texts without quotes. The parser that reads a value there and the
+grammar that it is held to both ask here which JSON types it may have, and what is read as which.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+from urllib.parse import unquote
+
+KINDS = ("string", "number", "boolean", "null", "array", "object")  # a number may be an integer
+
+_TYPES = (*KINDS, "integer")
+
+SPACE = " \t\r\n"
+# What is read as a value of this type where it may be text, too, with SPACE around it, as regular
+# expressions of Python and of Rust; and what a value begins with that is read as such.
+READ_AS = {
+    "null": "null|None",
+    "boolean": "true|false|True|False",
+    "integer": r"-?(?:0|[1-9][0-9]*)",
+    "number": r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?",
+}
+BEGINS_AS = {"array": "[", "object": "{"}
+
+_MOST_WAYS = 256
+_NOTES = ("title", "description", "default", "examples", "$comment")
+# What part of a schema says of each type. Two parts that say it of one value are put together.
+_LARGER = ("minLength", "minItems", "minProperties", "minimum", "exclusiveMinimum")
+_SMALLER = ("maxLength", "maxItems", "maxProperties", "maximum", "exclusiveMaximum")
+_ALL = ("pattern", "format", "multipleOf")  # lists
+_OWN: dict[str, tuple[str, ...]] = {
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "integer": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "array": ("items", "prefixItems", "minItems", "maxItems"),
+    "object": (
+        "properties",
+        "required",
+        "additionalProperties",
+        "patternProperties",
+        "minProperties",
+        "maxProperties",
+    ),
+}
+
+Way = dict[str, Any]
+
+
+class SchemaError(Exception):
+    """A part of a schema cannot be followed; its text says which and why."""
+
+
+def ways_of(schema: object, root: Mapping[str, Any]) -> list[Way]:
+    """The ways to be valid: schemas without `$ref`, `allOf`, `anyOf`, `oneOf` and `const`, each of
+    one `type`, some of which may be impossible. `pattern` and `format` are lists.
+
+    Schemas of items and properties stay as they are; where two say something of the same, they are
+    an `allOf`. Of `oneOf`, that only one may be valid is left out. root: the schema in which
+    references are looked up. Raises SchemaError for what cannot be followed.
+    """
+    try:
+        found = _ways(schema, root, ())
+    except RecursionError:
+        raise SchemaError("it is nested too deeply") from None
+    for way in found:
+        if "enum" in way:
+            way["enum"] = [each for each in way["enum"] if _fits(each, way)]
+    return [way for way in found if way.get("enum") != []]
+
+
+def loose_ways_of(schema: object, root: Mapping[str, Any]) -> list[Way]:
+    """`ways_of`, or all ways where the schema cannot be followed."""
+    try:
+        return ways_of(schema, root) or _plain_ways({})
+    except SchemaError:
+        return _plain_ways({})
+
+
+def argument_ways(parameters: Mapping[str, Any]) -> list[Way]:
+    """The ways in which the arguments of a function may be valid, all of them objects. Raises
+    SchemaError for what cannot be followed."""
+    ways = [way for way in ways_of(parameters, parameters) if way["type"] == "object"]
+    if not ways:
+        raise SchemaError("it allows no object")
+    return ways
+
+
+def loose_argument_ways(parameters: Mapping[str, Any]) -> list[Way]:
+    """`argument_ways`, or what the schema says itself where it cannot be followed."""
+    try:
+        return argument_ways(parameters)
+    except SchemaError:
+        return [{"type": "object"} | {k: v for k, v in parameters.items() if k in _OWN["object"]}]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """How a value is read that stands without quotes where it is text.
+
+    kinds: the JSON types that it may have. apart: those of them that text must not look like,
+    because not every value of these types is valid.
+    """
+
+    kinds: frozenset[str]
+    apart: frozenset[str]
+
+    def may_be_other(self, text: str) -> bool:
+        """Whether a value that may be text is read as one of its other types."""
+        text = text.strip(SPACE)
+        return any(
+            text.startswith(BEGINS_AS[kind])
+            if kind in BEGINS_AS
+            else re.fullmatch(READ_AS[kind], text)
+            for kind in self.kinds - {"string"}
+        )
+
+    def of(self, kinds: frozenset[str]) -> Argument:
+        """How it is read where it is known to have one of these types."""
+        known = self.kinds & kinds or kinds
+        return Argument(known, known - {"string"})
+
+
+def argument_of(parameters: Mapping[str, Any], name: str) -> Argument:
+    """How an argument of a function is read."""
+    kinds: set[str] = set()
+    free = set(KINDS)
+    for way in loose_argument_ways(parameters):
+        own = way.get("properties", {}).get(name, way.get("additionalProperties", True))
+        ways = loose_ways_of(own, parameters)
+        kinds |= {each["type"] for each in ways}
+        any_of = {kind for kind in KINDS if {"type": kind} in ways}
+        free &= any_of if "string" in any_of else any_of - {"array", "object"}
+    return Argument(frozenset(kinds), frozenset(kinds - {"string"} - free))
+
+
+def kind_of(value: object) -> str:
+    """The JSON type of a value."""
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+    return "null" if value is None else names.get(type(value), "object")
+
+
+def standalone(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a schema that has all it refers to in its own `$defs`, without its descriptions."""
+    names: dict[str, str] = {}
+    found: dict[str, Any] = {}
+
+    def moved(part: object) -> object:
+        if isinstance(part, list):
+            return [*map(moved, part)]
+        if not isinstance(part, Mapping):
+            return part
+        copied: dict[str, Any] = {}
+        for key, value in part.items():
+            if key == "$ref":
+                target = _target(value, root)
+                if value not in names:
+                    names[value] = name = str(len(names))
+                    found[name] = moved(target)
+                copied[key] = f"#/$defs/{names[value]}"
+            elif key in ("properties", "patternProperties") and isinstance(value, Mapping):
+                copied[key] = {name: moved(each) for name, each in value.items()}
+            elif key in ("const", "enum"):
+                copied[key] = value
+            elif key not in ("$defs", "definitions", *_NOTES):
+                copied[key] = moved(value)
+        return copied
+
+    own = moved(schema)
+    whole: dict[str, Any] = {"allOf": [own]} if not isinstance(own, dict) else own
+    if found:
+        whole["$defs"] = found
+    return whole
+
+
+def _target(pointer: object, root: Mapping[str, Any]) -> object:
+    """What a reference within the schema is to."""
+    if not isinstance(pointer, str) or not re.match(r"#(/|$)", pointer):
+        raise SchemaError(f"$ref {pointer!r} is not within the schema")
+    found: Any = root
+    for step in pointer.split("/")[1:]:
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            raise SchemaError(f"$ref {pointer!r} is to nothing")
+    return found
+
+
+def _ways(schema: object, root: Mapping[str, Any], within: tuple[str, ...]) -> list[Way]:
+    """within: the references that are being followed."""
+    if schema is False:
+        return []
+    if schema is not True and not isinstance(schema, Mapping):
+        raise SchemaError(f"{schema!r} is no schema")
+    if schema is True:
+        schema = {}
+    found = _plain_ways(schema)
+    if (pointer := schema.get("$ref")) is not None:
+        if pointer in within:
+            raise SchemaError(f"$ref {pointer!r} is to itself")
+        found = _both(found, _ways(_target(pointer, root), root, (*within, pointer)))
+    for part in _list(schema, "allOf"):
+        found = _both(found, _ways(part, root, within))
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            parts = (_ways(part, root, within) for part in _list(schema, key))
+            found = _both(found, [way for part in parts for way in part])
+    return found
+
+
+def _list(schema: Mapping[str, Any], key: str) -> Sequence[Any]:
+    parts = schema.get(key, ())
+    if not isinstance(parts, list | tuple):
+        raise SchemaError(f"{key} must be a list")
+    return parts
+
+
+def _plain_ways(schema: Mapping[str, Any]) -> list[Way]:
+    """What the schema says itself."""
+    declared = schema.get("type", KINDS)
+    types = [declared] if isinstance(declared, str) else declared
+    if not isinstance(types, list | tuple) or not all(each in _TYPES for each in types):
+        raise SchemaError(f"type {declared!r} is none of JSON")
+    values = [schema["const"]] if "const" in schema else None
+    if "enum" in schema:
+        listed = _list(schema, "enum")
+        values = [each for each in listed if values is None or _same(each, values[0])]
+    found = []
+    for kind in types:
+        way: Way = {"type": kind}
+        for key in _OWN.get(kind, ()):
+            if key in schema:
+                _check(key, schema[key])
+                way[key] = [schema[key]] if key in _ALL else schema[key]
+        if isinstance(way.get("items"), list):  # as in drafts of JSON Schema before 2020
+            way["prefixItems"], way["items"] = way["items"], schema.get("additionalItems", True)
+        if values is not None:
+            way["enum"] = [each for each in values if _is_of(each, kind)]
+        if way.get("enum") != []:
+            found.append(way)
+    return found
+
+
+def _check(key: str, value: object) -> None:
+    """That the value of a keyword is what the others here count on."""
+    kinds: tuple[type, ...] = (bool, Mapping, list)  # schemas
+    if key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+        kinds = (int, float)
+    elif key == "multipleOf":
+        kinds = (int, float) if isinstance(value, int | float) and 0 < value < math.inf else ()
+    elif key in (*_LARGER, *_SMALLER):
+        kinds = (int,)
+    elif key in ("pattern", "format"):
+        kinds = (str,)
+    elif key in ("properties", "patternProperties"):
+        kinds = (Mapping,)
+    elif key in ("required", "prefixItems"):
+        kinds = (list,)
+    names = value if key == "required" and isinstance(value, list) else ()
+    if not isinstance(value, kinds) or not all(isinstance(each, str) for each in names):
+        raise SchemaError(f"{key} must not be {value!r}")
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether two values are the same in JSON, where 1 is 1.0 and not true."""
+    return isinstance(one, bool) == isinstance(other, bool) and one == other
+
+
+def _fits(value: Any, way: Way) -> bool:
+    """Whether a text or a number is within the bounds of a way, but for `pattern` and `format`."""
+    if way["type"] == "string":
+        return bool(way.get("minLength", 0) <= len(value) <= way.get("maxLength", len(value)))
+    if way["type"] in ("integer", "number"):
+        return (
+            way.get("minimum", value) <= value <= way.get("maximum", value)
+            and way.get("exclusiveMinimum", -math.inf) < value
+            and value < way.get("exclusiveMaximum", math.inf)
+            and math.isfinite(value)
+            and all(Fraction(value) % Fraction(each) == 0 for each in way.get("multipleOf", ()))
+        )
+    return True
+
+
+def _is_of(value: object, kind: str) -> bool:
+    own = kind_of(value)
+    if kind == "integer" and isinstance(value, float):
+        return value.is_integer()
+    return own == kind or (own, kind) == ("integer", "number")
+
+
+def _both(some: list[Way], others: list[Way]) -> list[Way]:
+    """The ways to be valid under both."""
+    numbers = {"integer", "number"}
+    found = [
+        _together(one, other)
+        for one in some
+        for other in others
+        if one["type"] == other["type"] or {one["type"], other["type"]} == numbers
+    ]
+    if len(found) > _MOST_WAYS:
+        raise SchemaError(f"it has more than {_MOST_WAYS} combinations of anyOf and oneOf")
+    return [way for way in found if way.get("enum") != []]
+
+
+def _together(one: Way, other: Way) -> Way:
+    way = one | other
+    if "integer" in (one["type"], other["type"]):
+        way["type"] = "integer"
+        if "enum" in way:
+            way["enum"] = [each for each in way["enum"] if _is_of(each, "integer")]
+    for key in one.keys() & other.keys():
+        if key in _LARGER:
+            way[key] = max(one[key], other[key])
+        elif key in _SMALLER:
+            way[key] = min(one[key], other[key])
+        elif key in _ALL:
+            way[key] = [*one[key], *other[key]]
+        elif key == "enum":
+            way[key] = [a for a in one[key] if any(_same(a, b) for b in other[key])]
+        elif key == "required":
+            way[key] = [*dict.fromkeys((*one[key], *other[key]))]
+        elif key in ("items", "additionalProperties"):
+            way[key] = _all_of(one[key], other[key])
+        elif key in ("prefixItems", "patternProperties"):
+            raise SchemaError(f"{key} is in two parts of a schema")
+    if "properties" in one or "properties" in other:
+        a, b = one.get("properties", {}), other.get("properties", {})
+        way["properties"] = {
+            name: _all_of(
+                a.get(name, one.get("additionalProperties", True)),
+                b.get(name, other.get("additionalProperties", True)),
+            )
+            for name in {**a, **b}
+        }
+    return way
+
+
+def _all_of(one: object, other: object) -> object:
+    if one is True or one == other:
+        return other
+    if other is True:
+        return one
+    return False if False in (one, other) else {"allOf": [one, other]}
