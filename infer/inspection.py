@@ -44,6 +44,7 @@ class Inspection:
     parameters: without those that are shared. dtypes: of the matrices on the GPU. widened: how many
     of these are f32 though the files have them quantised: routers, and those whose parts have no
     form in common. ignored: what the files quantise besides weights, in a way that is not used.
+    notes: where the files contradict each other, and what is done then.
     license: its name on the hub, where the files have it. lora: the adapter that is always on.
     draft: the model that drafts for it, or that its own layer does; the weights, cache and other
     buffers of either are counted too.
@@ -62,6 +63,7 @@ class Inspection:
     widened: int
     format: str | None
     ignored: list[str]
+    notes: list[str]
     lora: str | None
     draft: str | None
     disk_bytes: int
@@ -158,6 +160,7 @@ def inspect_model(
         widened=[weight.stored for weight in plan.weights].count(WIDENED),
         format=checkpoint.format,
         ignored=list(checkpoint.ignored),
+        notes=list(checkpoint.notes),
         lora=None if always is None else f"{always.name}, for {len(always.pairs)} tensors",
         draft=drafts_by,
         disk_bytes=checkpoint.nbytes,

@@ -114,7 +114,8 @@ def load(
     engine: other fields of EngineOptions.
 
     Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError. Warns with an
-    InferWarning of what generation_config.json asks for and is not implemented.
+    InferWarning of what generation_config.json asks for and is not implemented, and where the files
+    of a model contradict each other.
     """
     check_names(unknown, LOAD_NAMES, AnswerOptions.__optional_keys__, "generate()")
     if not (engine is None or isinstance(engine, Mapping)) or not all(
@@ -263,7 +264,7 @@ def _isolated(
         generation_config = read_json(path / "generation_config.json")
         engine.load(progress)
         defaults = sampling_defaults(generation_config, engine.vocab_size)
-        for text in notes(generation_config):
+        for text in engine.notes:
             warnings.warn(text, InferWarning, stacklevel=3)
         return LLM(resolved.name, engine, tokenizer, defaults, embedding, engine.summary)
     except BaseException:
@@ -384,7 +385,7 @@ class _Files:
         tokenizer = open_tokenizer(path, template)
         generation_config = read_json(path / "generation_config.json")
         defaults = sampling_defaults(generation_config, model.config.vocab_size)
-        for text in notes(generation_config):
+        for text in (*checkpoint.notes, *notes(generation_config)):
             warnings.warn(text, InferWarning, stacklevel=3)
         plan = plan_weights(model.weights(), checkpoint, dtype, model.ignorable)
         loras = Loras.fit(model, plan, always=always, named=named)

@@ -143,12 +143,13 @@ def open_model(path: Path, *, predicts: bool = False) -> tuple[Decoder, Checkpoi
     from infer.kernels.errors import UnsupportedError
     from infer.models.blocks.mtp import find_predictor
     from infer.models.blocks.multimodal import text_model
-    from infer.models.loading.checkpoint import Checkpoint, with_head
+    from infer.models.loading.checkpoint import Checkpoint
     from infer.models.loading.config import RawConfig
     from infer.models.loading.formats import find_format, find_packed
     from infer.models.loading.formats.gguf import Gguf
     from infer.models.loading.formats.gguf_config import gguf_checkpoint, gguf_config
     from infer.models.loading.formats.mlx import unstacked, untransposed
+    from infer.models.loading.head import settle_head, with_head
 
     if path.is_file():
         gguf = Gguf.open(path)
@@ -160,7 +161,7 @@ def open_model(path: Path, *, predicts: bool = False) -> tuple[Decoder, Checkpoi
         if raw.get("model_type", "", str) in MULTIMODAL:
             raw, checkpoint = text_model(raw, checkpoint)
     found = find_format(raw, path)
-    model = build_model(raw)
+    model, checkpoint = settle_head(build_model(raw), checkpoint)
     if model.folded_by_mlx and checkpoint.whole_norms:
         raise UnsupportedError(
             f"{path} is as MLX converts {model.config.model_type}, with factors of config.json in "

@@ -42,8 +42,6 @@ class Afmoe(MixtureOfExperts, Glm4):
         raw.get("auto_map", None, dict)  # the code of the repositories computes what this does
         raw.expect("attention_bias", False)
         raw.expect("score_func", "sigmoid")
-        for key, value in _ONE_KIND.items():
-            raw.expect(key, value)
         every = raw.size("global_attn_every_n_layers", 4)
         window = raw.size("sliding_window", None)
         windows = layer_windows(raw, window, lambda layer: (layer + 1) % every != 0)
@@ -54,6 +52,8 @@ class Afmoe(MixtureOfExperts, Glm4):
             routed="num_experts",
             shared="num_shared_experts",
         )
+        for key, value in _ONE_KIND.items() if any(experts.layers) else ():
+            raw.expect(key, value)
         scaled = raw.get("mup_enabled", False, bool)
         return DecoderConfig.read(
             raw,

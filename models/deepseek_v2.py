@@ -19,7 +19,7 @@ from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KVShape
 from infer.models.blocks import layers
 from infer.models.blocks.layers import DecoderConfig, ExpertsConfig, Scope, Weights
-from infer.models.blocks.moe import MixtureOfExperts, read_chosen, read_groups
+from infer.models.blocks.moe import MixtureOfExperts, no_experts, read_chosen, read_groups
 from infer.models.blocks.rope import score_factor
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import Source, WeightSpec
@@ -61,6 +61,10 @@ class DeepseekV2(MixtureOfExperts):
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(q_lora_rank=1536)
         raw.expect("hidden_act", "silu", "swish")
+        first = raw.get("first_k_dense_replace", 0, int)
+        having = tuple(layer >= first for layer in range(raw.size("num_hidden_layers")))
+        if not any(having):
+            return read_latent(raw, no_experts(raw, having))
         raw.expect("scoring_func", "softmax")
         raw.expect("topk_method", "greedy", "group_limited_greedy")
         raw.expect("norm_topk_prob", False)
@@ -68,14 +72,13 @@ class DeepseekV2(MixtureOfExperts):
         count, inner = raw.size("n_routed_experts"), raw.size("moe_intermediate_size")
         chosen = read_chosen(raw, "num_experts_per_tok", count, 0)
         limited = raw.get("topk_method", "greedy") == "group_limited_greedy"
-        first = raw.get("first_k_dense_replace", 0, int)
         experts = ExpertsConfig(
             count,
             chosen,
             inner,
             normalize=False,
             shared_inner=raw.size("n_shared_experts", 2) * inner,
-            layers=tuple(layer >= first for layer in range(raw.size("num_hidden_layers"))),
+            layers=having,
             scale=raw.factor("routed_scaling_factor"),
             gated=False,
             groups=read_groups(raw, count, chosen) if limited else (1, 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from infer.models.blocks.layers import DecoderConfig, ExpertsConfig
-from infer.models.blocks.moe import MixtureOfExperts, read_chosen
+from infer.models.blocks.moe import MixtureOfExperts, no_experts, read_chosen
 from infer.models.ernie4_5 import Ernie45
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import Source, WeightSpec
@@ -38,21 +38,22 @@ class Ernie45Moe(MixtureOfExperts):
 
 def _experts(raw: RawConfig) -> ExpertsConfig:
     raw.expect("hidden_act", "silu", "swish")
-    raw.expect("moe_norm_min", 1e-12)
-    n_layers, count = raw.size("num_hidden_layers"), raw.size("moe_num_experts", 64)
-    inner, shared = (
-        raw.size("moe_intermediate_size"),
-        raw.size("moe_num_shared_experts", 2, least=0),
-    )
+    n_layers = raw.size("num_hidden_layers")
     first, last = raw.get("moe_layer_start_index", 1, int), raw.get("moe_layer_end_index", -1, int)
     step, last = raw.size("moe_layer_interval", 1), n_layers - 1 if last == -1 else last
+    having = tuple((i + 1) % step == 0 and first <= i <= last for i in range(n_layers))
+    if not any(having):
+        return no_experts(raw, having)
+    raw.expect("moe_norm_min", 1e-12)
+    count, inner = raw.size("moe_num_experts", 64), raw.size("moe_intermediate_size")
+    shared = raw.size("moe_num_shared_experts", 2, least=0)
     return ExpertsConfig(
         count,
         read_chosen(raw, "moe_k", count, 6),
         inner,
         normalize=True,
         shared_inner=shared * inner,
-        layers=tuple((i + 1) % step == 0 and first <= i <= last for i in range(n_layers)),
+        layers=having,
         correction="moe_statics.e_score_correction_bias",
         gated=False,
     )

@@ -101,7 +101,7 @@ class Gemma4Text(MixtureOfExperts):
         return Gemma4Config.read(
             raw,
             windows=windows,
-            rope=raw.rope(heads[1], default_partial=1.0, layer_type="full_attention"),
+            rope=raw.rope(heads[1], layer_type="full_attention"),
             local_rope=read_local_rope(raw, raw.size("head_dim")),
             activation_key="hidden_activation",
             embedding_multiplier=raw.size("hidden_size") ** 0.5,
@@ -285,6 +285,7 @@ def read_shared(raw: RawConfig, windows: Sequence[int]) -> int:
 def read_experts(raw: RawConfig) -> ExpertsConfig | None:
     """Raises UnsupportedError."""
     if not raw.get("enable_moe_block", False, bool):
+        raw.without_experts()
         return None
     count = raw.size("num_experts")
     return ExpertsConfig(

@@ -78,6 +78,5 @@ class GPTNeoX(Decoder):
 
     def ignorable(self, key: str) -> bool:
         """Older checkpoints hold the causal mask too."""
-        tied = self.config.tie_word_embeddings and key == "embed_out.weight"
         buffers = (".attention.bias", ".attention.masked_bias")
-        return super().ignorable(key) or tied or key.endswith(buffers)
+        return super().ignorable(key) or key.endswith(buffers)

@@ -36,8 +36,7 @@ class HyV3(MixtureOfExperts):
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw = raw.with_defaults(**_DEFAULTS)
         raw.get("auto_map", None, dict)  # the code of the repositories computes what this does
-        for key in ("qk_norm", "route_norm"):
-            raw.expect(key, True)
+        raw.expect("qk_norm", True)
         raw.expect("mlp_bias", False)
         experts = read_sigmoid_experts(
             raw.with_values(n_group=1, topk_group=1),  # which are not read
@@ -47,6 +46,8 @@ class HyV3(MixtureOfExperts):
             shared="num_shared_experts",
             typed=True,
         )
+        if any(experts.layers):
+            raw.expect("route_norm", True)
         return DecoderConfig.read(
             raw,
             eps=1e-5,

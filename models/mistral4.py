@@ -38,12 +38,13 @@ class Mistral4(DeepseekV2):
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
         raw, scaling = read_position_scaling(raw.with_defaults(**_DEFAULTS))
-        raw.expect("n_group", 1)
         rotary, rest = raw.size("qk_rope_head_dim"), raw.size("qk_nope_head_dim")
         rope = raw.section("rope_parameters")
         rope.expect("partial_rotary_factor", rotary / (rotary + rest))
         known = rope.values | {"partial_rotary_factor": 1.0}  # read_latent means what is rotated
         experts = read_sigmoid_experts(raw, dense=0, normalize=True)
+        if any(experts.layers):
+            raw.expect("n_group", 1)
         return read_latent(
             raw.with_values(rope_parameters=known),
             replace(experts, sigmoid=False, correction=None),

@@ -72,7 +72,8 @@ class NemotronH(MixtureOfExperts):
         raw.expect("attention_bias", False)
         raw.expect("mamba_hidden_act", "silu", "swish")
         raw.expect("sliding_window", None)
-        raw.expect("tie_word_embeddings", False)
+        raw.get("partial_rotary_factor", None)  # of no rope
+        raw = raw.with_values(tie_word_embeddings=False)  # transformers ties nothing
         bias = raw.get("use_bias", False, bool)
         raw.expect("mamba_proj_bias", False, bias)
         state = None
@@ -169,7 +170,7 @@ def _read_kinds(raw: RawConfig) -> list[str]:
 def _read_experts(raw: RawConfig, kinds: Sequence[str]) -> ExpertsConfig | None:
     """Those of DeepSeek-V3, but with MLPs that have no gates. Raises UnsupportedError."""
     if "moe" not in kinds:
-        raw.get("n_routed_experts", None)  # which transformers writes all the same
+        raw.without_experts()
         return None
     count = raw.size("n_routed_experts")
     raw.expect("n_group", 1)

@@ -164,6 +164,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gemma2": _SMALL | {"batch": True},
     "gemma3": _SMALL,
     "gemma3_text": _SMALL,
+    "gemma3_text_yarn": _SMALL,
     "gemma4": _SMALL,
     "gemma4_text": _SMALL,
     "gemma4_text_experts": _SMALL,

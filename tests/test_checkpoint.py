@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from huggingface_hub import split_state_dict_into_shards_factory
 from plans import load_weights, random_weights
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from infer.kernels.errors import (
     CheckpointError,
@@ -483,11 +483,22 @@ def test_an_index_that_is_no_index_is_refused(tmp_path: Path, text: bytes) -> No
         Checkpoint.open(tmp_path)
 
 
-@pytest.mark.usefixtures("sharded")
-def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
-    first, second = (tmp_path / f"model-0000{i}-of-00003.safetensors" for i in (1, 2))
-    second.write_bytes(first.read_bytes())
-    with pytest.raises(CheckpointError, match="repeats tensors of another shard: w0"):
+@pytest.mark.parametrize("named", [1, 3])
+def test_a_tensor_in_several_shards(tmp_path: Path, sharded: dict[str, Array], named: int) -> None:
+    """The one in the file that the index names counts. transformers takes the last, so that this
+    must have the same values."""
+    files = [tmp_path / f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    index = json.loads((tmp_path / INDEX).read_text())
+    index["weight_map"]["w0"] = files[named - 1].name
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    for file, value in zip(files[1:], (sharded["w1"], sharded["w0"]), strict=True):
+        save_file(load_file(file) | {"w0": value}, file)
+    assert Checkpoint.open(tmp_path).tensors["w0"].file == files[named - 1]
+    save_file(load_file(files[0]) | {"w0": sharded["w2"]}, files[0])
+    if named == 3:
+        assert Checkpoint.open(tmp_path).tensors["w0"].file == files[2]
+        return
+    with pytest.raises(CheckpointError, match=r"other values in a later file .*: w0"):
         Checkpoint.open(tmp_path)
 
 

@@ -95,7 +95,6 @@ def test_any_name_may_be_a_key() -> None:
         ("gemma4_text", {"per_layer_config": {"0": {}}}, "per_layer_config must"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention ="),
         ("gemma4_text_experts", {"top_k_experts": 9}, "9 experts cannot be chosen of 8"),
-        ("gemma4_text_experts", {"enable_moe_block": False}, "num_experts = 8"),
         ("glm4_moe_lite", {"head_dim": 32}, "head_dim = 32"),
         ("gpt_neox", {"head_dim": 32}, "head_dim = 32"),
         ("gpt_neox", {"rotary_pct": 0.2}, "3 rotary dimensions of 16"),
@@ -143,7 +142,11 @@ def test_any_name_may_be_a_key() -> None:
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act = 'gelu'"),
         ("nemotron_h", {"mamba_proj_bias": True}, "mamba_proj_bias = True"),
         ("nemotron_h", {"sliding_window": 16}, "sliding_window = 16"),
-        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+        ("llama", {"text_config": ["x"]}, r'text_config = \["x"\]'),
+        ("llama", {"text_config": "x"}, 'text_config = "x"'),
+        ("llama", {"text_config": {"hidden_size": 64}}, "text_config = {"),
+        ("llama", {"decoder": {"hidden_size": 64}}, "decoder = {"),
+        ("llava", {"text_config": ["x"]}, "'text_config' must be of type dict"),
         ("nemotron_h_experts", {"n_group": 2}, "n_group = 2"),
         ("nemotron_h_experts", {"n_shared_experts": 2}, "n_shared_experts = 2"),
         ("nemotron_h_experts", {"num_experts_per_tok": 9}, "9 experts cannot be chosen of 8"),
@@ -174,6 +177,44 @@ def test_is_refused(case: str, change: dict[str, Any], message: str) -> None:
     build_model(RawConfig(values))
     with pytest.raises(UnsupportedError, match=message):
         build_model(RawConfig(values | change))
+
+
+_DENSE = ["dense"] * 3
+_FULL = ["full_attention"] * 3
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "unused"),
+    [  # transformers computes the same, whatever the unused keys say
+        ("nemotron_h", {}, {"routed_scaling_factor": 0.5, "moe_latent_size": 8}),
+        ("nemotron_h", {}, {"tie_word_embeddings": True, "n_routed_experts": 3}),
+        ("nemotron_h", {}, {"partial_rotary_factor": 0.5}),
+        ("gemma4_text_experts", {"enable_moe_block": False}, {"num_experts": 3}),
+        ("qwen2_moe", {"num_experts": 0}, {"num_experts_per_tok": 9}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, {"num_experts_per_tok": 99}),
+        ("qwen3_next", {"num_experts": 0}, {"decoder_sparse_step": 2}),
+        ("qwen3_next", {"layer_types": _FULL}, {"linear_num_key_heads": 3}),
+        ("qwen3_5_text", {"layer_types": _FULL}, {"linear_key_head_dim": 18}),
+        ("deepseek_v2", {"first_k_dense_replace": 9}, {"norm_topk_prob": True}),
+        ("deepseek_v3", {"first_k_dense_replace": 9}, {"n_group": 5, "routed_scaling_factor": 2.0}),
+        ("mistral4", {"first_k_dense_replace": 9}, {"n_group": 3}),
+        ("hy_v3", {"mlp_layer_types": _DENSE}, {"route_norm": False}),
+        ("afmoe", {"num_dense_layers": 9}, {"route_norm": False, "num_expert_groups": 2}),
+        ("ernie4_5_moe", {"moe_layer_start_index": 9}, {"moe_norm_min": 0.5}),
+    ],
+)
+def test_keys_of_what_no_layer_has_change_nothing(
+    case: str, change: dict[str, Any], unused: dict[str, Any]
+) -> None:
+    values = json.loads((DATA / case / "config.json").read_text()) | change
+    for key in ("layer_types", "mlp_layer_types"):
+        if key in change:
+            values[key] = values[key][:1] * values["num_hidden_layers"]
+    base, other = (build_model(RawConfig(values | own)) for own in ({}, unused))
+    assert other.config == base.config
+    names = [spec.name for spec in base.weights()]
+    assert names == [spec.name for spec in other.weights()]
+    assert not any(".experts." in name for name in names) or "linear" in str(unused)
 
 
 @pytest.mark.parametrize(

@@ -1676,7 +1676,7 @@ def test_special_tokens_and_templates_are_read(tmp_path: Path) -> None:
     tokenizer = gguf_tokenizer(write(tmp_path / "m.gguf", add=add))
     bare = tokenizer.encode("a dog", add_special_tokens=False)
     assert tokenizer.encode("a dog") == [0, *bare, 1]  # llama-bpe has BOS unless the file says no
-    assert tokenizer.eos_token_ids == {1, 3, 4}  # <|eot_id|>, though the file does not say so
+    assert tokenizer.eos_token_ids == {1, 2, 3, 4}  # <|eom_id|> and <|eot_id|> without being named
     assert tokenizer.templates == {"default": "A", "tool_use": "B"}
 
 

@@ -591,12 +591,15 @@ def test_ends_and_suppressed_tokens_come_from_the_generation_config(
 
 
 @pytest.mark.usefixtures("same_kernels")
-def test_what_the_generation_config_asks_in_vain_is_warned_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize("isolate", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_what_the_generation_config_asks_in_vain_is_warned_of(
+    tmp_path: Path, isolate: bool
+) -> None:
     folder = copy_of_demo(tmp_path)
     path = folder / "generation_config.json"
     path.write_text(json.dumps({"num_beams": 4, "typical_p": 0.9, "length_penalty": 2.0}))
     with pytest.warns(infer.InferWarning, match=r"num_beams 4, typical_p 0\.9\.") as caught:
-        infer.load(folder).close()
+        infer.load(folder, isolate=isolate).close()
     assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
 
 

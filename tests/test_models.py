@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import json
 import runpy
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -23,21 +25,26 @@ from reference_models import (
     Spelling,
     cases,
     load,
+    load_hidden,
     load_long,
     long_cases,
     relative_error,
     tolerance_of,
 )
+from safetensors import deserialize, serialize
 
 from infer import models
 from infer.engine.engine import Engine
 from infer.kernels.compiler import tuning
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.pack import from_bf16
 from infer.kernels.state.kv_cache import PAGE, kept
 from infer.memory import kv_bytes_per_position
 from infer.models import ARCHITECTURES, MULTIMODAL, build_model, open_model
+from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.multimodal import text_config
+from infer.models.loading.checkpoint import Checkpoint
 from infer.models.loading.config import RawConfig
 from infer.models.loading.formats import find_format
 from infer.models.loading.plan import plan_weights
@@ -89,7 +96,7 @@ def test_agrees_with_transformers(device: Device, case: str, tmp_path: Path) -> 
     assert_agrees(device, reference.write_checkpoint(tmp_path / case), vars(reference))
 
 
-@pytest.mark.parametrize("case", sorted(first_cases() - DECODED))
+@pytest.mark.parametrize("case", sorted((first_cases() | {"gemma3_text_yarn"}) - DECODED))
 def test_a_prompt_agrees_with_transformers(device: Device, case: str, tmp_path: Path) -> None:
     """Without an answer, for which other kernels are compiled: all else that is a model's own."""
     reference = load(case)
@@ -145,6 +152,116 @@ def test_both_spellings_are_one_model(case: str, tmp_path: Path) -> None:
         for way in get_args(Spelling)
     ]
     assert configs[0] == configs[1]
+
+
+Tensors = dict[str, dict[str, Any]]  # as safetensors serializes them
+NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def with_head(folder: Path, change: Callable[[Tensors], object]) -> Path:
+    """A checkpoint of one file, with other tensors."""
+    (file,) = folder.glob("*.safetensors")
+    tensors: Tensors = dict(deserialize(file.read_bytes()))
+    change(tensors)
+    named = {name: own | {"dtype": NAMES[own["dtype"]]} for name, own in tensors.items()}
+    file.write_bytes(serialize(named))
+    return folder
+
+
+def reversed_rows(tensor: dict[str, Any]) -> dict[str, Any]:
+    rows = np.frombuffer(tensor["data"], np.uint8).reshape(tensor["shape"][0], -1)
+    return tensor | {"data": rows[::-1].tobytes()}
+
+
+TIED = [case for case in cases() if open_model(DATA / case)[0].config.tie_word_embeddings]
+ONE_FILE = [case for case in TIED if not (DATA / case / "model.safetensors.index.json").exists()]
+
+
+@pytest.mark.parametrize("case", ONE_FILE)
+def test_a_head_beside_tied_embeddings(case: str, tmp_path: Path) -> None:
+    """As transformers 5 takes it: an equal one is the embeddings, and so is the only one there is;
+    another one counts."""
+    tied, own = open_model(DATA / case)
+    embed = next(iter(tied.weights())).sources[0].key
+    names = Checkpoint.open(DATA / case).tensors
+    key = next(name for name in names if is_embedding(name))
+    head = "embed_out.weight" if "gpt_neox" in case else "lm_head.weight"
+    if key.startswith("language_model."):
+        head = f"language_model.{head}"
+
+    def opened(change: Callable[[Tensors], object]) -> tuple[Decoder, Checkpoint]:
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        return open_model(with_head(load(case).write_checkpoint(tmp_path), change))
+
+    model, checkpoint = opened(lambda tensors: tensors.update({head: tensors[key]}))
+    assert model.config == tied.config
+    assert checkpoint.tensors.keys() == own.tensors.keys()
+    assert not checkpoint.notes
+    model, checkpoint = opened(lambda tensors: tensors.update({head: tensors.pop(key)}))
+    assert model.config == tied.config
+    assert checkpoint.tensors.keys() == own.tensors.keys()
+    model, checkpoint = opened(lambda tensors: tensors.update({head: reversed_rows(tensors[key])}))
+    plan = plan_weights(model.weights(), checkpoint, ignorable=model.ignorable)
+    weights = {weight.name: weight for weight in plan.weights}
+    assert not model.config.tie_word_embeddings
+    assert weights["embed_tokens"].parts[0].tensor == checkpoint.tensors[embed]
+    assert weights["lm_head"].parts[0].tensor.name == head.removeprefix("language_model.")
+    (note,) = checkpoint.notes
+    assert "tie_word_embeddings" in note
+
+
+def is_embedding(name: str) -> bool:
+    """Of tokens, of the text model."""
+    names = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
+    return name.endswith(names) and "visual" not in name
+
+
+@pytest.mark.parametrize("way", ["other", "only"])
+def test_the_logits_of_a_head_beside_tied_embeddings(
+    device: Device, way: str, tmp_path: Path
+) -> None:
+    """transformers' hidden states times the head."""
+    reference, hidden = load("llama"), load_hidden("llama")
+    folder = reference.write_checkpoint(tmp_path / "llama")
+    heads = []
+
+    def change(tensors: Tensors) -> None:
+        key = "model.embed_tokens.weight"
+        head = reversed_rows(tensors[key]) if way == "other" else tensors[key]
+        heads.append(np.frombuffer(head["data"], np.uint16).reshape(head["shape"]))
+        tensors["lm_head.weight"] = head
+        if way == "only":
+            del tensors[key]
+
+    with device.scope():
+        engine = build_engine(device, with_head(folder, change))
+        found = scores(engine, reference.prompt_ids.tolist())
+    expected = hidden @ from_bf16(heads[0]).T
+    assert relative_error(found, expected) <= TOLERANCE
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("way", ["other", "equal", "only"])
+def test_a_head_beside_tied_embeddings_live(device: Device, way: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    reference = load("llama")
+    folder = reference.write_checkpoint(tmp_path / "llama", "transformers5")
+
+    def change(tensors: Tensors) -> None:
+        key = "model.embed_tokens.weight"
+        head = reversed_rows(tensors[key]) if way == "other" else tensors[key]
+        tensors["lm_head.weight"] = head
+        if way == "only":
+            del tensors[key]
+
+    with_head(folder, change)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = model(torch.from_numpy(reference.prompt_ids)[None]).logits[0].numpy()
+    with device.scope():
+        found = scores(build_engine(device, folder), reference.prompt_ids.tolist())
+    assert relative_error(found, wanted) <= TOLERANCE
 
 
 def test_the_first_files_of_gpt2_have_other_names() -> None:

@@ -84,6 +84,73 @@ def test_random_texts_and_ids_live(kind: str) -> None:
     assert tokenizer.special_tokens == reference.special_tokens_map
 
 
+FLAGS = {"lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
+MARKED = {"__type": "AddedToken", "content": "<|a|>", "special": True, **FLAGS}
+# What lies beside tokenizer.json, and the ids that tokens get which that has not: the first free
+# one is 400.
+BESIDE: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "additional": ({"additional_special_tokens": ["<|x|>", "<|y|>"]}, {"<|x|>": 400, "<|y|>": 401}),
+    "extra": ({"extra_special_tokens": ["<|x|>"]}, {"<|x|>": 400}),
+    "extra before additional": (
+        {"additional_special_tokens": ["<|y|>"], "extra_special_tokens": ["<|x|>"]},
+        {"<|x|>": 400},
+    ),
+    "named before unnamed": (
+        {"additional_special_tokens": ["<|y|>"], "extra_special_tokens": {"image": "<|x|>"}},
+        {"<|x|>": 400, "<|y|>": 401},
+    ),
+    "in the order of names": (
+        {"own_token": "<|o|>", "pad_token": "<|p|>", "unk_token": "<|u|>"},
+        {"<|u|>": 400, "<|p|>": 401, "<|o|>": 402},
+    ),
+    "flags": ({"additional_special_tokens": [MARKED], "mask_token": "<|m|>"}, {"<|a|>": 401}),
+    "flags of a named one": ({"mask_token": MARKED}, {"<|a|>": 400}),
+    "a word": ({"additional_special_tokens": ["he"]}, {"he": 264}),
+    "none": ({"additional_special_tokens": None, "extra_special_tokens": []}, {}),
+    "added_tokens.json": (
+        {"added_tokens.json": {"<|q|>": 500, "<|r|>": 450}, "additional_special_tokens": ["<|r|>"]},
+        {"<|r|>": 400, "<|q|>": 401},
+    ),
+}
+
+
+def with_beside(folder: Path, beside: dict[str, Any]) -> Path:
+    shutil.copytree(DATA / "llama3", folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    beside = dict(beside)
+    if "added_tokens.json" in beside:
+        (folder / "added_tokens.json").write_text(json.dumps(beside.pop("added_tokens.json")))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | beside))
+    return folder
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_special_tokens_that_tokenizer_json_lacks(tmp_path: Path, case: str) -> None:
+    beside, ids = BESIDE[case]
+    tokenizer = folder_tokenizer(with_beside(tmp_path / "m", beside))
+    for text, token_id in ids.items():
+        assert tokenizer.encode(text, add_special_tokens=False) == [token_id]
+        assert tokenizer.is_shown(token_id) == (text == "<|q|>")
+    if MARKED in [*beside.values()]:
+        bare = tokenizer.encode("x", add_special_tokens=False)
+        assert tokenizer.encode("x  <|a|>", add_special_tokens=False) == [*bare, 400]
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("case", BESIDE)
+def test_special_tokens_are_those_of_transformers(tmp_path: Path, case: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = with_beside(tmp_path / "m", BESIDE[case][0])
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = folder_tokenizer(folder)
+    wanted, found = (
+        {i: repr(token) for i, token in backend.get_added_tokens_decoder().items()}
+        for backend in (reference._tokenizer, tokenizer._backend)
+    )
+    assert found == wanted
+    assert tokenizer.special_tokens == reference.special_tokens_map
+
+
 def test_bos_is_not_doubled() -> None:
     tokenizer = folder_tokenizer(DATA / "llama3")
     bos = tokenizer.bos_token_id
@@ -129,6 +196,9 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
         ("generation_config.json", "[]", r"generation_config\.json must hold a JSON object"),
         ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id must be an id"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"0": 1}}', "added_tokens_decoder"),
+        ("tokenizer_config.json", '{"additional_special_tokens": [5]}', "5 in .* is no token"),
+        ("tokenizer_config.json", '{"extra_special_tokens": "<x>"}', "must be a list"),
+        ("added_tokens.json", '{"a": "b"}', r"added_tokens\.json, are malformed"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "x"}]}', "chat template"),
         ("chat_template.json", '{"chat_template": 1}', "chat template"),
         ("tokenizer.json", DEEP, r"tokenizer\.json cannot be read"),

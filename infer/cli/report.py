@@ -205,6 +205,7 @@ class ModelReport:
                 "tokenizer": chat if m.tokenizer else missing,
                 "format": f"{m.format or 'floats'}, {bits:.2f} bits per weight",
                 **({"not used": unused} if m.ignored else {}),
+                **({"note": " ".join(m.notes)} if m.notes else {}),
                 **({} if m.lora is None else {"LoRA": m.lora}),
                 **({} if m.draft is None else {"draft": f"{m.draft}, counted below"}),
                 "weights": f"{size(m.weight_bytes)} in {', '.join(m.dtypes)}{widened} "

@@ -251,6 +251,7 @@ class WorkerEngine(TokenEngine):
         self.summary = ready.summary
         self.context, self.slots = options.context, options.max_batch
         self.vocab_size = ready.config.vocab_size
+        self.notes = ready.notes
 
     def _next_report(self) -> Progress | None:
         while True:

@@ -127,6 +127,7 @@ class Ready:
     adapter_names: tuple[str, ...]
     stats: EngineStats
     summary: Summary
+    notes: tuple[str, ...]  # what `load` warned of
 
 
 @dataclass(frozen=True)

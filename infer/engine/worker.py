@@ -107,7 +107,7 @@ class _Worker:
         order: Load = self._pipe.receive()
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
         try:
-            llm = self._load(order)
+            llm, notes = self._load(order)
         except InferError as error:
             self._pipe.send(Failed(error))
             _end(1)
@@ -115,20 +115,26 @@ class _Worker:
         engine = llm.engine
         gpu = replace(engine.gpu, handle=None)
         names, stats = engine.adapter_names, engine.stats()
-        self._pipe.send(Ready(gpu, engine.config, engine.options, names, stats, llm.summary))
+        ready = Ready(gpu, engine.config, engine.options, names, stats, llm.summary, notes)
+        self._pipe.send(ready)
         self._generate(engine)
         llm.close()
 
-    def _load(self, order: Load) -> LLM:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", InferWarning)  # told where the process was started
+    def _load(self, order: Load) -> tuple[LLM, tuple[str, ...]]:
+        """The model, and what was warned of, which is told where the process was started."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", InferWarning)
             progress = _seldom(lambda *report: self._pipe.send(Progress(*report)))
             llm = load(order.model, **order.options, offline=True, progress=progress)
         params = SamplingParams().resolved(llm.defaults)
         llm.engine.warm_up(min(_WARM_TOKENS, llm.context - 1), params)
         if not llm.device.software:  # there it takes too long for what may never come
             llm.engine.compile_batches(params)
-        return llm
+        ours = [w for w in caught if issubclass(w.category, InferWarning)]
+        for w in caught:
+            if w not in ours:
+                warnings.showwarning(w.message, w.category, w.filename, w.lineno)
+        return llm, tuple(str(w.message) for w in ours)
 
     def _receive(self) -> None:
         with suppress(EOFError):

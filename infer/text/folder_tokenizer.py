@@ -14,6 +14,16 @@ from infer.text.chat import read_templates
 from infer.text.tokenizer import MAX_ID, Tokenizer
 
 _DAMAGED = "Fetch the model again."
+# The names of special tokens that come before others where they are added.
+_FIRST = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 def open_tokenizer(path: Path, template: str | None = None) -> Tokenizer:
@@ -50,15 +60,17 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
     with foreign(f"{path} cannot be read as a tokenizer", hint=_DAMAGED), open_file(path):
         backend = tokenizers.Tokenizer.from_file(str(path))  # which would wait for a pipe
     config = read_json(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:  # else it tells all that the older file does
+    added: dict[str, Any] = {}
+    if "added_tokens_decoder" not in config:  # else it tells all that the older files do
         config |= read_json(folder / "special_tokens_map.json")
+        added = read_json(folder / "added_tokens.json")
     model_config = read_json(folder / "config.json")
     with foreign(f"The tokenizer of {folder} cannot be read", hint=_DAMAGED):
         special_tokens = _special_tokens(config)
-        _add_tokens(backend, config, special_tokens)
+        _add_tokens(backend, config, added, special_tokens)
         return Tokenizer(
             backend,
-            special_tokens=special_tokens,
+            special_tokens={name: token.content for name, token in special_tokens.items()},
             eos_token_ids=[
                 *_eos_ids(read_json(folder / "generation_config.json")),
                 *_eos_ids(model_config),
@@ -81,34 +93,75 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Named special tokens: the `..._token` entries, each text or an object with `content`."""
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, tokenizers.AddedToken]:
+    """Special tokens by name, in the order in which they are added: the `..._token` entries, and
+    those that extra_special_tokens has names for."""
     extra = config.get("extra_special_tokens")
-    named = {**config, **extra} if isinstance(extra, dict) else config
+    values = dict.fromkeys(_FIRST) | {k: v for k, v in config.items() if k.endswith("_token")}
+    values |= extra if isinstance(extra, dict) else {}
     tokens = {}
-    for name, value in named.items():
+    for name, value in values.items():
         content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            tokens[name] = content
+        if isinstance(content, str):
+            tokens[name] = _token(value)
+            tokens[name].special = True
     return tokens
 
 
 def _add_tokens(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
+    backend: tokenizers.Tokenizer,
+    config: Mapping[str, Any],
+    added: Mapping[str, Any],
+    named: Mapping[str, tokenizers.AddedToken],
 ) -> None:
-    """Add the tokens that tokenizer.json lacks, or has with other flags, as transformers does."""
-    present = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    """Add the tokens that tokenizer.json lacks, or has with other flags, as transformers does.
+    added: those of added_tokens.json, by their texts."""
+    present = backend.get_added_tokens_decoder()
+    special = {token.content: token for token in (*named.values(), *_unnamed(config))}
     try:
         entries = {int(i): entry for i, entry in config.get("added_tokens_decoder", {}).items()}
+        for text, i in added.items():
+            if i not in present:
+                entries[int(i)] = {
+                    "content": text,
+                    "normalized": text not in special,
+                    "special": text in special,
+                }
         listed = [tokenizers.AddedToken(**entries[i]) for i in sorted(entries)]
     except (AttributeError, TypeError, ValueError) as error:
         raise TokenizerError(
-            f"added_tokens_decoder of tokenizer_config.json is malformed: {error}."
+            f"The tokens in added_tokens_decoder of tokenizer_config.json, or in "
+            f"added_tokens.json, are malformed: {error}."
         ) from error
-    backend.add_tokens([token for token in listed if repr(token) not in present])
+    same = {repr(token) for token in present.values()}
+    backend.add_tokens([token for token in listed if repr(token) not in same])
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    missing = [token for token in special_tokens.values() if token not in known]
-    backend.add_tokens([tokenizers.AddedToken(token, special=True) for token in missing])
+    backend.add_tokens([token for text, token in special.items() if text not in known])
+
+
+def _unnamed(config: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
+    """Special tokens without names, under the key of transformers 5 or the one before."""
+    found = config.get("extra_special_tokens")
+    if not found or isinstance(found, dict):
+        found = config.get("additional_special_tokens") or []
+    if not isinstance(found, list):
+        raise TokenizerError(
+            f"extra_special_tokens of tokenizer_config.json must be a list, not {shown(found)}."
+        )
+    return [_token(value) for value in found]
+
+
+def _token(value: Any) -> tokenizers.AddedToken:
+    """A token that is text, and special, or an object with its text and flags."""
+    try:
+        if isinstance(value, dict):
+            flags = {name: flag for name, flag in value.items() if name != "__type"}
+            return tokenizers.AddedToken(**flags)
+        return tokenizers.AddedToken(value, special=True)
+    except TypeError as error:
+        raise TokenizerError(
+            f"{shown(value)} in tokenizer_config.json is no token: {error}."
+        ) from error
 
 
 def _eos_ids(config: Any) -> list[int]:

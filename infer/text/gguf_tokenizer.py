@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from infer.foreign import shown
 from infer.kernels.errors import TokenizerError
 from infer.models.loading.formats.gguf import Gguf
+from infer.text.infill import find_infill
 from infer.text.tokenizer import Tokenizer
 
 _KEY = "tokenizer.ggml."
@@ -100,20 +101,34 @@ _BY_GPT2 = ("smollm", "starcoder", "refact", "command-r", "gpt-2", "phi-2", "olm
 _WHOLE = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
 _NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "hunyuan", "command-r", "olmo")
 
-# What ends a turn in gpt-oss's format, in which <|end|> only ends one of its messages.
-_ENDS_OF_HARMONY = ("<|return|>", "<|call|>")
-# What ends a turn in Gemma 4's, of whatever type; a call of a tool does.
-_ENDS_OF_GEMMA4 = ("<eos>", "<turn|>", "<|tool_response>")
-# Control tokens that end a turn, whether or not a file says so: many name only one.
-_ENDS_BY_TEXT = (
+# What ends a turn in the formats of gpt-oss and Solar Open, where <|end|> only ends a message.
+_ENDS_WITH_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
+# Tokens that end a turn, whether or not a file says so: many name only one, and some give them a
+# type of tokens that stand for text. As llama.cpp has them (llama-vocab.cpp), without what it ends
+# answers at that fill in the middle.
+_ENDS_BY_TEXT = {
     "<|eot_id|>",
+    "<|eom_id|>",  # Llama 3
     "<|im_end|>",
     "<|end|>",
     "<end_of_turn>",
     "<|endoftext|>",
     "<|end_of_text|>",
-    *_ENDS_OF_HARMONY,
-)
+    "<EOT>",
+    "▁<EOT>",  # CodeLlama
+    "[EOT]",
+    "[EOS]",  # Kimi-K2
+    "<｜end▁of▁sentence｜>",
+    "<end_of_utterance>",
+    "[e~[",  # MiniMax-M2
+    "<eos>",
+    "<turn|>",
+    "<|tool_response>",  # Gemma 4
+    *_ENDS_WITH_MESSAGES[0],
+    *_ENDS_WITH_MESSAGES[1],
+}
+# What of Phi-3's tokens leaves the space behind it alone.
+_PHI3_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
@@ -130,10 +145,16 @@ def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
             f"(only {', '.join(kinds)}). Take a version of the model with a tokenizer.json."
         )
     tokens = found.texts("tokens")
-    types = found.numbers("token_type", len(tokens), _NORMAL)
+    types = _types(found, tokens)
     backend, adds_bos = kinds[kind](found, tokens, types)
+    phi3 = _is_phi3(gguf.metadata, kind)
     added = [
-        AddedToken(token, normalized=False, special=of != _USER_DEFINED)
+        AddedToken(
+            token,
+            normalized=False,
+            special=of != _USER_DEFINED,
+            rstrip=phi3 and token not in _PHI3_UNSTRIPPED,
+        )
         for token, of in zip(tokens, types, strict=True)
         if of in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     ]
@@ -155,17 +176,35 @@ def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
         token: i for i, (token, of) in enumerate(zip(tokens, types, strict=True)) if of == _CONTROL
     }
     eos_ids = {found.token_id(key, len(tokens)) for key in _ENDS}
-    eos_ids |= {control.get(token) for token in _ENDS_BY_TEXT}
-    if all(token in control for token in _ENDS_OF_HARMONY):
+    # In some vocabularies </s> is HTML, of another type.
+    eos_ids |= {control.get(token) for token in (*_ENDS_BY_TEXT, "</s>")}
+    if any(ends <= control.keys() for ends in _ENDS_WITH_MESSAGES):
         eos_ids.discard(control.get("<|end|>"))
-    if kind == "gemma4":
-        eos_ids |= {i for i, token in enumerate(tokens) if token in _ENDS_OF_GEMMA4}
     return Tokenizer(
         backend,
         special_tokens={name: tokens[number] for name, number in ids.items() if number is not None},
         eos_token_ids=[number for number in eos_ids if number is not None],
         templates=_templates(gguf.metadata),
     )
+
+
+def _types(found: "_Metadata", tokens: Sequence[str]) -> list[float]:
+    """The type of each token. Those that models are controlled by are control tokens, whatever the
+    file says: some are plain words there, and would be merged from pieces."""
+    infill = find_infill(frozenset(tokens).__contains__)
+    parts = () if infill is None else (infill.prefix, infill.suffix, infill.middle)
+    types = found.numbers("token_type", len(tokens), _NORMAL)
+    control = {*_ENDS_BY_TEXT, *parts}
+    return [_CONTROL if token in control else of for token, of in zip(tokens, types, strict=True)]
+
+
+def _is_phi3(metadata: Mapping[str, Any], kind: str) -> bool:
+    """Whether tokens take the space behind them, which no file says: those of Phi-3 and Phi-3.5,
+    but not those of Phi-4, which has the same architecture and another kind of tokenizer. llama.cpp
+    goes by the name, as files may have been converted to Llama's architecture."""
+    name = str(metadata.get("general.name")).lower()
+    of_phi3 = metadata.get("general.architecture") == "phi3" and kind == "llama"
+    return of_phi3 or "phi-3" in name or "phi3" in name
 
 
 class _Metadata:

@@ -75,8 +75,7 @@ class Decoder:
 
     def ignorable(self, key: str) -> bool:
         """Whether a surplus tensor of a checkpoint can be left out."""
-        tied = self.config.tie_word_embeddings and key == "lm_head.weight"
-        return tied or key.endswith("rotary_emb.inv_freq")
+        return key.endswith("rotary_emb.inv_freq")
 
     def forward(
         self,

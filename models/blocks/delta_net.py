@@ -42,22 +42,8 @@ class GatedDeltaNet(Decoder):
         delta = layers.layers_with_state(
             raw, "linear_attention", lambda layer: (layer + 1) % interval > 0
         )
-        key_heads, heads = raw.size("linear_num_key_heads"), raw.size("linear_num_value_heads")
-        key_dim, value_dim = raw.size("linear_key_head_dim"), raw.size("linear_value_head_dim")
-        if heads % key_heads or key_dim % 4 or key_dim > 256 or value_dim % 4:
-            raise UnsupportedError(
-                f"{raw.place}: linear attention of {heads} heads, {key_heads} keys, {key_dim} "
-                f"dimensions, and values of {value_dim}, is not implemented (only as many heads "
-                "for each key, and multiples of 4 dimensions, up to 256 of keys)."
-            )
-        shape = StateShape(
-            channels=2 * key_heads * key_dim + heads * value_dim,
-            taps=layers.conv_taps(raw, "linear_conv_kernel_dim", 4),
-            key_heads=key_heads,
-            heads=heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-        )
+        raw.get("linear_conv_kernel_dim", None)  # of no layer, perhaps
+        shape = _read_shape(raw) if any(delta) else None
         return DecoderConfig.read(
             raw,
             states=[shape if has_state else None for has_state in delta],
@@ -119,3 +105,23 @@ class GatedDeltaNet(Decoder):
         y = ops.delta_rule(qkv, gates, w["A_log"], w["dt_bias"], cache)
         y = ops.rmsnorm(y, w["norm"], c.norm.rms_norm_eps, gate=z)
         return ops.linear(y, w["out_proj"])
+
+
+def _read_shape(raw: RawConfig) -> StateShape:
+    """Raises UnsupportedError."""
+    key_heads, heads = raw.size("linear_num_key_heads"), raw.size("linear_num_value_heads")
+    key_dim, value_dim = raw.size("linear_key_head_dim"), raw.size("linear_value_head_dim")
+    if heads % key_heads or key_dim % 4 or key_dim > 256 or value_dim % 4:
+        raise UnsupportedError(
+            f"{raw.place}: linear attention of {heads} heads, {key_heads} keys, {key_dim} "
+            f"dimensions, and values of {value_dim}, is not implemented (only as many heads "
+            "for each key, and multiples of 4 dimensions, up to 256 of keys)."
+        )
+    return StateShape(
+        channels=2 * key_heads * key_dim + heads * value_dim,
+        taps=layers.conv_taps(raw, "linear_conv_kernel_dim", 4),
+        key_heads=key_heads,
+        heads=heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+    )

@@ -46,8 +46,8 @@ class MixtureOfExperts(Decoder):
     def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
         """router, experts.gate_up_proj, or up_proj where they are not gated, experts.down_proj, one
         expert below the other, and those of shared_expert, whose gate is the router's last row."""
-        c, experts = self.config, self.experts
-        if not experts.layers[layer]:
+        c, experts = self.config, self.config.experts
+        if experts is None or not experts.layers[layer]:
             yield from super().mlp_weights(layer, name, prefix)
             return
         prefix, fused = f"{prefix}.{self.block}", f"{prefix}.{self.fused_block}"
@@ -148,6 +148,13 @@ def predicts_further(config: DecoderConfig, key: str) -> bool:
     return key.startswith(f"model.layers.{config.num_hidden_layers}.")
 
 
+def no_experts(raw: RawConfig, having: tuple[bool, ...]) -> ExpertsConfig:
+    """What stands for a mixture none of whose layers has experts: what its config says of them need
+    not make sense."""
+    raw.without_experts()
+    return ExpertsConfig(0, 0, 0, normalize=False, shared_inner=0, layers=having)
+
+
 def read_experts(
     raw: RawConfig,
     count: str,
@@ -166,12 +173,15 @@ def read_experts(
     raw.expect("hidden_act", "silu", "swish")
     n_layers = raw.size("num_hidden_layers")
     other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[count]
-    n_experts = raw.size(count, None) or raw.size(other)
-    chosen = read_chosen(raw, "num_experts_per_tok", n_experts, per_token)
     having = [True] * n_layers
     if sparse:
         step, dense = raw.size("decoder_sparse_step", 1), raw.items("mlp_only_layers", [], kind=int)
-        having = [i not in dense and (i + 1) % step == 0 for i in range(n_layers)]
+        found = raw.get(count, raw.get(other, None, int), int) != 0
+        having = [found and i not in dense and (i + 1) % step == 0 for i in range(n_layers)]
+        if not any(having):
+            return no_experts(raw, tuple(having))
+    n_experts = raw.size(count, None) or raw.size(other)
+    chosen = read_chosen(raw, "num_experts_per_tok", n_experts, per_token)
     return ExpertsConfig(
         n_experts, chosen, raw.size(inner), normalize, shared_inner, tuple(having), scale
     )
@@ -199,8 +209,11 @@ def read_sigmoid_experts(
     normalize, where the config does not say. routed and shared: what the config calls their counts.
     typed: mlp_layer_types may say which layers have experts. Raises UnsupportedError."""
     raw.expect("hidden_act", "silu", "swish")
-    count, inner = raw.size(routed), raw.size("moe_intermediate_size")
     first = raw.get("first_k_dense_replace", dense, int)
+    having = read_sparse(raw if typed else raw.with_values(mlp_layer_types=None), first)
+    if not any(having):
+        return no_experts(raw, having)
+    count, inner = raw.size(routed), raw.size("moe_intermediate_size")
     chosen = read_chosen(raw, "num_experts_per_tok", count, 8)
     return ExpertsConfig(
         count,
@@ -208,7 +221,7 @@ def read_sigmoid_experts(
         inner,
         raw.get("norm_topk_prob", normalize, bool),
         raw.size(shared, 1) * inner,
-        read_sparse(raw if typed else raw.with_values(mlp_layer_types=None), first),
+        having,
         scale=raw.factor("routed_scaling_factor"),
         sigmoid=True,
         correction="gate.e_score_correction_bias",

@@ -73,14 +73,14 @@ class Predictor(Decoder):
     def __init__(self, model: Decoder, names: Names, added: float = 0.0) -> None:
         """added: to the weights of norms over whole rows or heads, as of a WeightSpec."""
         c = model.config
-        experts = None if c.experts is None else replace(c.experts, layers=(True,))
+        experts = c.experts if c.experts and any(c.experts.layers) else None
         config = replace(
             c,
             num_hidden_layers=1,
             windows=(0,),
             rope_layers=(True,),
             states=(None,),
-            experts=experts,
+            experts=experts and replace(experts, layers=(True,)),
         )
         super().__init__(config)
         self.names, self.added = names, added

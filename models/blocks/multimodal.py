@@ -88,11 +88,12 @@ def text_config(raw: RawConfig) -> RawConfig:
 
 
 def text_model(raw: RawConfig, checkpoint: Checkpoint) -> tuple[RawConfig, Checkpoint]:
-    """The same and its tensors. Whether the embeddings are the output projection too, the tensors
-    say: published configs contradict themselves there."""
+    """The same and its tensors. Without a head among them the embeddings are the head, whatever the
+    config says: published ones contradict themselves there."""
     config, own = text_config(raw), text_tensors(checkpoint.tensors)
     tensors = {name: replace(info, name=name) for name, info in own.items()}
-    config.values["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in tensors)
+    if not any(name.startswith("lm_head.") for name in tensors):
+        config.values["tie_word_embeddings"] = True
     part_of = raw.get("model_type", kind=str)
     return config, replace(checkpoint, tensors=tensors, part_of=part_of)
 

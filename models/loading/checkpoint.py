@@ -11,18 +11,17 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from infer.kernels.errors import CheckpointError, ModelNotFoundError
-from infer.models.loading.config import RawConfig
 from infer.models.loading.files import open_file, read_text
 from infer.models.loading.formats.packed import Packed
-from infer.models.loading.tensors import TensorInfo
+from infer.models.loading.tensors import TensorInfo, same_bytes
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -38,6 +37,7 @@ class Checkpoint:
     they are packed. ignored: what the files quantise besides weights, in a way that is not used.
     part_of: the model_type of the model that has other parts, which are left out. whole_norms: the
     weights of norms are whole where the hub has them less one. upright: no matrix lies transposed.
+    notes: what the user should know of the files.
     """
 
     folder: Path
@@ -48,6 +48,7 @@ class Checkpoint:
     part_of: str | None = None
     whole_norms: bool = False
     upright: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -86,23 +87,6 @@ class Checkpoint:
             f"{folder} holds no *.safetensors file, only {listed(names) or 'nothing at all'}. "
             "Other formats (.bin, .pt, .gguf) are not read: take a repository with safetensors."
         )
-
-
-def with_head(raw: RawConfig, checkpoint: Checkpoint) -> tuple[RawConfig, Checkpoint]:
-    """A model that was saved without its head, as those for embeddings are, by the names that its
-    tensors have beside one. The embeddings take the place of a head that is not there: nobody
-    reads logits of such a model, whatever its config says of the head."""
-    if "embed_tokens.weight" not in checkpoint.tensors:
-        return raw, checkpoint
-    named = {_beside_head(name): info for name, info in checkpoint.tensors.items()}
-    tensors = {name: replace(info, name=name) for name, info in named.items()}
-    if not any(name.startswith("lm_head.") for name in tensors):
-        raw = raw.with_values(tie_word_embeddings=True)
-    return raw, replace(checkpoint, tensors=tensors)
-
-
-def _beside_head(name: str) -> str:
-    return name if name.startswith(("lm_head.", "model.")) else f"model.{name}"
 
 
 def listed(names: Iterable[str], limit: int = 10) -> str:
@@ -147,23 +131,31 @@ def _read_shards(folder: Path) -> dict[str, TensorInfo]:
             f"{folder} lacks {listed(missing)}, which {INDEX} names. Download the rest of the "
             "model: the download was interrupted."
         )
-    tensors: dict[str, TensorInfo] = {}
+    found: dict[str, list[TensorInfo]] = {}
     for file in files:
-        shard = read_header(folder / file)
-        twice = tensors.keys() & shard.keys()
-        if twice:
-            raise CheckpointError(
-                f"{folder / file} repeats tensors of another shard: {listed(sorted(twice))}. "
-                "Download the model again."
-            )
-        tensors |= shard
+        for name, info in read_header(folder / file).items():
+            found.setdefault(name, []).append(info)
+    tensors = {name: _named(copies, file_of.get(name)) for name, copies in found.items()}
     lost = [name for name, file in file_of.items() if not _holds(tensors, name, folder / file)]
     if lost:
         raise CheckpointError(
             f"{folder / INDEX} places tensors in files that do not hold them: {listed(lost)}. "
             "Download the model again: its files are of different versions."
         )
+    # transformers takes the last one, whatever the index says.
+    differ = [name for name, copies in found.items() if not same_bytes(copies[-1], tensors[name])]
+    if differ:
+        raise CheckpointError(
+            f"{folder} has tensors with other values in a later file than in the one that {INDEX} "
+            f"names: {listed(differ)}. Download the model again: its files are of different "
+            "versions."
+        )
     return tensors
+
+
+def _named(copies: Sequence[TensorInfo], file: str | None) -> TensorInfo:
+    """The copy in the file that the index names, else the last."""
+    return next((info for info in copies if info.file.name == file), copies[-1])
 
 
 def _holds(tensors: dict[str, TensorInfo], name: str, file: Path) -> bool:

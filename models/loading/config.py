@@ -34,6 +34,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "clip_qkv": (None,),
     "compression_config": (None, {}),
     "conv_L_cache": (None,),
+    "decoder": (None, {}),
     "dim_model_base": (None,),
     "embedding_multiplier": (None, 1, 1.0),
     "embedding_scale": (None, 1, 1.0),
@@ -41,6 +42,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "full_attention_interval": (None,),
     "full_attn_idxs": (None,),
+    "generator": (None, {}),
     "global_attn_every_n_layers": (None,),
     "global_head_dim": (None,),
     "hidden_size_per_layer_input": (None, 0),
@@ -96,6 +98,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "sliding_window_size": (None, 0),
     "swiglu_alpha": (None,),
     "swiglu_limit": (None,),
+    "text_config": (None, {}),
     "use_bidirectional_attention": (None, False),
     "use_cla": (None, False),
     "use_mla": (None, False),
@@ -105,6 +108,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (None, False),
 }
 
+
+_OF_EXPERTS = {
+    "moe_latent_size",
+    "moe_num_experts",
+    "moe_router_logit_softcapping",
+    "n_routed_experts",
+    "num_experts",
+    "num_local_experts",
+    "routed_scaling_factor",
+}
 
 # Counts of things that are listed one by one: more of them would be damage.
 _MOST = dict.fromkeys(
@@ -284,6 +297,11 @@ class RawConfig:
                 f"(only {', '.join(map(shown, accepted))})."
             )
 
+    def without_experts(self) -> None:
+        """No layer has experts: keys about these, which transformers writes all the same, change
+        nothing."""
+        self.read |= _OF_EXPERTS
+
     def done(self) -> None:
         """Refuse keys that change the computation and that the model did not read."""
         for key, neutral in _NEUTRAL.items():
@@ -332,13 +350,9 @@ class RawConfig:
             own = own.section(layer_type)
         elif not own.values:
             own = scaling
+        if layer_type:  # transformers reads it beside the layer types, and not in one of them
+            own = own.with_values(truncate=None)
         theta = own.factor("rope_theta", self.factor(theta_key, default_theta, _THETA), _THETA)
-        partial = 1.0
-        if default_partial is not None:
-            partial = self.factor(partial_key, default_partial, _PARTIAL)
-            partial = own.factor("partial_rotary_factor", partial, _PARTIAL)
-        elif own.values.get("partial_rotary_factor") not in (None, 1):
-            own.expect("partial_rotary_factor", 1.0)
         kind = own.get("rope_type", None, str) or own.get("type", None, str) or "default"
         if kind == "su":  # as the first files call it
             kind = "longrope"
@@ -351,6 +365,13 @@ class RawConfig:
             )
         needed, others = _ROPE_KINDS[kind]
         own._refuse_others(needed | others | _ROPE_OF_ALL, f" for type {kind!r}")
+        partial = 1.0
+        if default_partial is not None:
+            partial = self.factor(partial_key, default_partial, _PARTIAL)
+        if default_partial is not None or kind == "proportional":
+            partial = own.factor("partial_rotary_factor", partial, _PARTIAL)
+        elif own.values.get("partial_rotary_factor") not in (None, 1):
+            own.expect("partial_rotary_factor", 1.0)
         values: dict[str, Any] = {}
         if kind == "proportional":  # all of a head is rotated, the rest of it by nothing
             values["partial_rotary_factor"], partial = partial, 1.0
