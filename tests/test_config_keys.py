@@ -215,6 +215,75 @@ def changed(config: Config, read: set[str]) -> Iterator[tuple[str, Any]]:
             yield path, new
 
 
+YARN: Config = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+ROPES: dict[str, Config] = {
+    "yarn": YARN,
+    "yarn, not truncated": YARN | {"truncate": False},
+    "yarn, mscale": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+    "yarn, one mscale": YARN | {"mscale": 0.7},
+    "yarn, attention_factor": YARN
+    | {"attention_factor": 1.3, "mscale": 1.0, "mscale_all_dim": 2.0},
+    "yarn, beta": YARN | {"beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn, of a part": YARN | {"partial_rotary_factor": 0.5},
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 64,
+    },
+    "default": {"rope_type": "default", "rope_theta": 777.0},
+    "default, of a part": {"rope_type": "default", "partial_rotary_factor": 0.5},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+}
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def with_rope(config: Config, layer_type: str, rope: Config) -> Config:
+    """That of a layer type, or where it is "" of all layers, in transformers 5's spelling."""
+    made = copy.deepcopy(config)
+    text = made.get("text_config", made)
+    own = text["rope_parameters"][layer_type] if layer_type else text["rope_parameters"]
+    kept = {key: own[key] for key in ("rope_theta", "mrope_section") if key in own}
+    new = kept | copy.deepcopy(rope)
+    if layer_type:
+        text["rope_parameters"][layer_type] = new
+    else:
+        text["rope_parameters"] = new
+    return made
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("case", TABLE)
+def test_ropes_are_those_of_transformers(scripts: tuple[ModuleType, ModuleType], case: str) -> None:
+    """The frequencies and the factor on cos and sin, of each layer type that has its own."""
+    base = spelled(case, "transformers5")
+    parameters = base.get("text_config", base).get("rope_parameters")
+    if parameters is None or case == "granite_swa":  # whose layers have thetas of their own
+        return
+    types = [name for name in LAYER_TYPES if name in parameters]
+    for layer_type, (name, rope) in itertools.product(types or [""], ROPES.items()):
+        config = with_rope(base, layer_type, rope)
+        try:
+            ours = build_model(RawConfig(copy.deepcopy(config))).config
+            made = scripts[0].transformers_config(config)
+            model = scripts[0].auto_class(made).from_config(made)
+        except Exception:
+            continue  # refused by one of both
+        modules = [of for of in model.modules() if hasattr(of, "rope_type")]
+        (module, *_) = [of for of in modules if "Vision" not in type(of).__name__]
+        for own, prefix in ((ours.rope, LAYER_TYPES[0]), (ours.local_rope, LAYER_TYPES[1])):
+            start = f"{prefix}_" if types else ""
+            if own is None or not hasattr(module, f"{start}inv_freq"):
+                continue
+            factor = getattr(module, f"{start}attention_scaling")
+            angles = np.arange(POSITIONS)[:, None] * getattr(module, f"{start}inv_freq").numpy()
+            wanted = factor * np.stack([np.cos(angles), np.sin(angles)], -1)
+            found = rope_table(own, POSITIONS) * ([1, -1] if own.backwards else 1)
+            np.testing.assert_allclose(found, wanted, atol=1e-5, err_msg=f"{layer_type} {name}")
+
+
 class Judge:
     """transformers, of the weights of a case or of new ones."""
 

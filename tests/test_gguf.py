@@ -1646,6 +1646,75 @@ def test_what_ends_a_turn(tmp_path: Path, tokens: list[str], ends: set[int]) -> 
     assert gguf_tokenizer(write(tmp_path / "m.gguf", add=add)).eos_token_ids == ends
 
 
+@pytest.mark.parametrize("of", [1, 3, 4])  # normal, control, user defined
+def test_the_type_of_what_ends_a_turn_does_not_matter(tmp_path: Path, of: int) -> None:
+    """llama.cpp overrides it (llama-vocab.cpp, special_eog_ids)."""
+    ends = ["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>"]
+    ends += [
+        "[EOT]",
+        "<｜end▁of▁sentence｜>",
+        "<end_of_utterance>",
+        "[e~[",
+        "<|flush|>",
+        "<|calls|>",
+    ]
+    tokens = [*ends, "<|end|>", "</s>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>", "a", "b"]
+
+    def add(writer: library.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-4o")
+        writer.add_token_list([*tokens, "ab"])
+        writer.add_token_types([of] * (len(tokens) - 2) + [1, 1, 1])
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(0)
+
+    tokenizer = gguf_tokenizer(write(tmp_path / "m.gguf", add=add))
+    html = tokens.index("</s>")
+    assert tokenizer.eos_token_ids == {*range(len(ends)), *([html] if of == 3 else [])}
+    for i, token in enumerate(tokens[:-2]):
+        if token not in ("</s>", "<|end|>"):
+            assert tokenizer.encode(f"ab{token}b") == [len(tokens), i, tokens.index("b")]
+            assert not tokenizer.is_shown(i)
+
+
+@pytest.mark.parametrize(
+    ("arch", "name", "strips"),
+    [
+        ("phi3", "Phi 3.5 Mini Instruct", True),
+        ("phi3", None, True),
+        ("llama", "Phi-3-mini-4k-instruct", True),  # converted to Llama's names
+        ("llama", "my Phi3 tune", True),
+        ("llama", "Mistral", False),
+    ],
+)
+def test_the_tokens_of_phi3_take_the_space_behind_them(
+    tmp_path: Path, arch: str, name: str | None, strips: bool
+) -> None:
+    """As in its tokenizer.json. A GGUF file does not say so; llama.cpp goes by the name."""
+    tokens = ["<unk>", "<s>", "</s>", "▁", "a", "▁a", "\n", "<|endoftext|>", "<|user|>", "<|end|>"]
+
+    def add(writer: library.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_types([2, 3, 4, 1, 1, 1, 1, 3, 3, 3])
+        writer.add_token_scores([0.0] * len(tokens))
+        writer.add_unk_token_id(0)
+        writer.add_add_bos_token(False)
+        if name is not None:
+            writer.add_name(name)
+
+    gguf = write(tmp_path / "m.gguf", add=add, arch=arch)
+    tokenizer = gguf_tokenizer(gguf)
+    wanted = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    for token in tokens[:3] + tokens[7:]:
+        rstrip = strips and token not in ("<unk>", "<s>", "<|endoftext|>")
+        wanted.add_tokens([tokenizers.AddedToken(token, normalized=False, rstrip=rstrip)])
+    for text in ("<|user|>\n a<|end|>\n", "a<|endoftext|> \na", "<s> a</s> \n\na", "<|end|>  "):
+        assert tokenizer.encode(text) == wanted.encode(text).ids
+    assert (6 in tokenizer.encode("<|user|>\na")) == (not strips)
+    assert 6 in tokenizer.encode("<|endoftext|>\na")
+
+
 def test_what_ends_a_turn_of_gemma_4(tmp_path: Path) -> None:
     """The ids of its generation_config.json, of which a file names one or two."""
 
