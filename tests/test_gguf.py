@@ -848,7 +848,9 @@ SAME = [
     "olmo3",
 ]
 # Those with a window, a rope or biases that llama.cpp's files do not know, or with other names.
-UNKNOWN = re.compile("_sliding|_dynamic|llama3|_switch|moe_dense|moe_plain|lfm2_bias|hybrid_e|t_yarn")
+UNKNOWN = re.compile(
+    "_sliding|_dynamic|llama3|_switch|moe_dense|moe_plain|lfm2_bias|hybrid_e|t_yarn"
+)
 CONVERTED = [
     case
     for case in cases()
