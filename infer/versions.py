@@ -8,18 +8,16 @@ from functools import cache
 from pathlib import Path
 
 import numpy
-import wgpu
-from wgpu.backends.wgpu_native import lib_version_info
 
 import infer
+from infer.kernels.gpu.native import library
 
 
 def versions() -> dict[str, str]:
     """Of this package and of what its speed and results depend on."""
     return {
         "infer": infer.__version__,
-        "wgpu": wgpu.__version__,
-        "wgpu-native": ".".join(map(str, lib_version_info)),
+        **library().versions(),
         "numpy": numpy.__version__,
         "Python": platform.python_version(),
         platform.system(): platform.machine(),

@@ -24,6 +24,7 @@ from infer.engine.engine import Engine
 from infer.hub import DEMO
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import Device, Settings
+from infer.kernels.gpu.native import NativeDevice
 
 # Mesa's software adapter compiles a third faster without LLVM's passes, from which kernels that run
 # once or twice gain nothing. Drivers read this when they are loaded, here and in processes that
@@ -131,19 +132,20 @@ def engine_of(own_device: Device, tmp_path_factory: pytest.TempPathFactory) -> E
     return build
 
 
-Compiled = dict[tuple[str, Settings], tuple[Any, Any, Any]]
+Compiled = dict[tuple[str, Settings], tuple[NativeDevice, Any, Any]]
 
 
 @pytest.fixture(scope="module")
 def compiled() -> Iterator[Compiled]:
-    """The handle, the pipelines and the layouts of each adapter and setting, for `same_kernels`.
-    Closing a device leaves them alone; they live no longer than a file, as `devices` don't."""
+    """The native device, the pipelines and the layouts of each adapter and setting, for
+    `same_kernels`. Closing a device leaves them alone; they live no longer than a file, as
+    `devices` don't."""
     kept: Compiled = {}
     end = Device.close
 
     def close(self: Device) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            if any(self.handle is handle for handle, _, _ in kept.values()):
+            if any(self.native is native for native, _, _ in kept.values()):
                 patch.setattr(type(self.handle), "destroy", lambda _: None)
                 self._pipelines = {}
             end(self)
@@ -151,23 +153,23 @@ def compiled() -> Iterator[Compiled]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "close", close)
         yield kept
-    for handle, _, _ in kept.values():
-        handle.destroy()
+    for native, _, _ in kept.values():
+        native.handle.destroy()
 
 
 @pytest.fixture
 def same_kernels(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices that a test opens are new but for their handle, so that a kernel is compiled once for
+    """Devices that a test opens are new but for the native device: a kernel is compiled once for
     all of them: for tests of what is built on devices."""
     start = Device.__init__
 
     def init(self: Device, adapter: AdapterInfo, settings: Settings | None = None) -> None:
         start(self, adapter, settings)
-        own = self.handle, self._pipelines, self._layouts
+        own = self.native, self._pipelines, self._layouts
         key = str(adapter), self.settings
-        self.handle, self._pipelines, self._layouts = compiled.setdefault(key, own)
-        if self.handle is not own[0]:
-            own[0].destroy()
+        self.native, self._pipelines, self._layouts = compiled.setdefault(key, own)
+        if self.native is not own[0]:
+            own[0].handle.destroy()
 
     monkeypatch.setattr(Device, "__init__", init)
 

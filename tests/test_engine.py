@@ -24,6 +24,7 @@ from infer.engine.pace import Pace
 from infer.kernels.compiler.graph import stride
 from infer.kernels.errors import DeviceError, ModelError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
+from infer.kernels.gpu.native import wgpu_native
 from infer.kernels.gpu.plan import needed
 from infer.kernels.gpu.record import EMPTY, RawQueue, Recording
 from infer.kernels.gpu.shader import KernelSpec
@@ -337,6 +338,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> CountingLib:
     for module in list(sys.modules.values()):
         if module is not sys.modules[__name__] and getattr(module, "lib", None) is lib:
             monkeypatch.setattr(module, "lib", counting)
+    monkeypatch.setattr(wgpu_native._Device, "lib", counting)
     # The Python API calls copies of the functions.
     from wgpu.backends.wgpu_native import _api
 
@@ -692,17 +694,19 @@ def test_an_interrupt_while_reading_leaves_nothing_mapped(
     """Of a step, and then of those that are drained because of it."""
     engine, prompt_ids = engine_of("qwen3"), prompt_of("qwen3")
     expected = answer(engine, prompt_ids, 8)
-    real, left = engine.queue.wait, iter(range(times))
+    mapping = engine.queue._mapping
+    real, left = mapping.wait, iter(range(times))
 
-    def interrupted(submission: int) -> None:
+    def interrupted(submission: int) -> memoryview:
         stop = next(left, None) is not None
         if not (stop and before):
-            real(submission)
+            memory = real(submission)
         if stop:
             raise KeyboardInterrupt
+        return memory
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.queue, "wait", interrupted)
+        patch.setattr(mapping, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             answer(engine, prompt_ids, 8)
     assert_same(answer(engine, prompt_ids, 8), expected)

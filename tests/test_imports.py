@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ ALLOWED = {
     "infer": ("infer",),
 }
 THIRD_PARTY = {
-    "kernels": {"numpy", "wgpu"},
+    "kernels": {"numpy", "wgpu", "wgpudawn"},
     "models": {"numpy", "safetensors"},
     "infer": HEAVY | {"typer"},
 }
@@ -100,6 +101,18 @@ def test_the_api_does_without_the_command_line(top: str, importers: tuple[str, .
         for name in imported(path):
             if f"{name}.".startswith(f"{top}."):
                 assert dotted(path).startswith(importers), f"{path} imports {name}"
+
+
+def test_webgpu_libraries_are_called_in_one_package() -> None:
+    """Their C functions, and what their Python packages keep to themselves."""
+    native = ROOT / "kernels" / "gpu" / "native"
+    own = re.compile(r"\bimport .*\b(ffi|lib)\b|\._internal\b|\b(ffi|lib|libf)\.\w")
+    for path in [path for folder in ALLOWED for path in modules(folder)]:
+        if path.parent == native:
+            continue
+        assert not own.search(path.read_text(encoding="utf-8")), path
+        for name in imported(path):
+            assert not f"{name}.".startswith(("wgpu.backends.", "wgpudawn.")), f"{path}: {name}"
 
 
 def test_what_runs_a_model_needs_no_checks() -> None:

@@ -17,7 +17,8 @@ from infer.kernels.compiler.compile import lower
 from infer.kernels.compiler.graph import Input, Slice, Value, stride
 from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, constant
 from infer.kernels.gpu.device import Buffer, Device, DryDevice, Limits, Pipeline, Settings
-from infer.kernels.gpu.plan import NOTHING, DispatchPlan, linear_grid
+from infer.kernels.gpu.native.library import NOTHING
+from infer.kernels.gpu.plan import DispatchPlan, linear_grid
 from infer.kernels.gpu.shader import KernelSpec, render
 from infer.kernels.gpu.tensor import GpuTensor, allocate
 from infer.kernels.ops import functional as ops

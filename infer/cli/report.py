@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from infer.kernels.checks.bench import CheckResult
 
 # The features that kernels make use of where they are there.
-_FEATURES = ("subgroup", "shader-f16", "timestamp-query")
+_FEATURES = ("subgroups", "shader-f16", "timestamp-query")
 
 
 def table(rows: Mapping[str, str], indent: str = "") -> str:
@@ -329,5 +329,5 @@ def load_details(llm: LLM, params: SamplingParams, loading: Loading) -> str:
 
 
 def _used_features(device: Device) -> str:
-    used = {"subgroup": device.subgroups, "shader-f16": device.f16}
+    used = {"subgroups": device.subgroups, "shader-f16": device.f16}
     return ", ".join(f"{name} {'yes' if use else 'no'}" for name, use in used.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -13,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from infer.kernels.errors import DeviceError
+from infer.kernels.gpu.native import Library, library
 
 # OpenGL is never a choice: it lacks storage bindings, f16 and subgroups, and lists adapters twice.
 _BACKENDS = ("Vulkan", "Metal", "D3D12")
 _KINDS = {"DiscreteGPU": "discrete", "IntegratedGPU": "integrated", "CPU": "software"}
 _ORDER = ("discrete", "integrated", "other", "software")
 
-_lock = threading.Lock()  # wgpu-py does not hold one while it makes the process's instance
-_started = False  # WebGPU, in this process or in one that it was forked from
-_forked = False  # from one in which it was
+_lock = threading.Lock()  # the libraries do not hold one while they make the process's instance
+_used: set[Library] = set()  # in this process, or in one that it was forked from
+_forked = False  # from one in which a library had been used
 
 INSTALL_HINT = (
     "Install your GPU's Vulkan driver, or Mesa's software adapter "
@@ -34,7 +34,8 @@ class AdapterInfo:
     """One GPU, or software that stands in for one.
 
     index is its place in `list_adapters()`; kind is "discrete", "integrated", "other" or
-    "software"; features and limits are named as in WebGPU.
+    "software"; features and limits are named as in WebGPU. webgpu is the name of the library that
+    opens it.
     """
 
     index: int
@@ -44,6 +45,7 @@ class AdapterInfo:
     driver: str
     features: frozenset[str]
     limits: dict[str, int]
+    webgpu: str = "wgpu-native"
     handle: Any = field(repr=False, compare=False, default=None)
 
     def __str__(self) -> str:
@@ -59,9 +61,10 @@ class MemoryInfo:
 
 
 def list_adapters() -> list[AdapterInfo]:
-    """All usable adapters, best first: discrete, integrated, other, software."""
-    found = []
-    for handle in _handles():
+    """All usable adapters of the library that INFER_WEBGPU names, best first: discrete, integrated,
+    other, software."""
+    found, webgpu = [], library()
+    for handle in _handles(webgpu):
         info = handle.info
         if info["backend_type"] in _BACKENDS:
             kind = _KINDS.get(info["adapter_type"], "other")
@@ -74,8 +77,9 @@ def list_adapters() -> list[AdapterInfo]:
             kind=kind,
             backend=handle.info["backend_type"],
             driver=handle.info["description"],
-            features=frozenset(handle.features),
+            features=webgpu.features(handle),
             limits=dict(handle.limits),
+            webgpu=webgpu.name,
             handle=handle,
         )
         for index, (_, _, handle, kind) in enumerate(found)
@@ -85,11 +89,11 @@ def list_adapters() -> list[AdapterInfo]:
 def start_drivers() -> None:
     """Let the GPUs' drivers start in a thread, while something else is done: the first
     `list_adapters()` of a process waits for them. What they fail with, the next one raises."""
-    _import_wgpu()  # not in the thread, where it would compete for Python's lock
+    webgpu = library()  # not in the thread, where importing it would compete for Python's lock
 
     def start() -> None:
         with suppress(Exception):
-            _handles()
+            _handles(webgpu)
 
     threading.Thread(target=start, name="drivers").start()
 
@@ -109,37 +113,26 @@ def check_process() -> None:
         )
 
 
-def _start() -> None:
-    """Once in a process, before WebGPU is used in it."""
-    global _started
-    if not _started and hasattr(os, "register_at_fork"):
+def _start(webgpu: Library) -> None:
+    """Before a library is used in this process."""
+    if not _used and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_after_fork)
-    _started = True
+    _used.add(webgpu)
 
 
 def _after_fork() -> None:
     global _forked
     _forked = True
-    # As at the end of a process, wgpu-py then releases nothing: drivers would wait for their
-    # threads, or free what the other process uses.
-    _import_wgpu()._api.libf = None
+    for webgpu in _used:
+        webgpu.forget()
 
 
-def _handles() -> list[Any]:
-    """wgpu-py's adapters. Its own `enumerate_adapters_sync` opens those of OpenGL too, and wgpu
-    aborts the process when one thread lets go of them while another opens them."""
+def _handles(webgpu: Library) -> list[Any]:
+    """A library's handles of all adapters."""
     check_process()
-    wgpu_native = _import_wgpu()
-    _start()
-    ffi, lib = wgpu_native.ffi, wgpu_native.lib
-    options = ffi.new("WGPUInstanceEnumerateAdapterOptions *")
-    options.backends = wgpu_native._mappings.native_flags["InstanceBackend.Primary"]
+    _start(webgpu)
     with _lock, _runtime_dir():
-        instance = wgpu_native._helpers.get_wgpu_instance()
-        count = lib.wgpuInstanceEnumerateAdapters(instance, options, ffi.NULL)
-        handles = ffi.new("WGPUAdapter[]", count)
-        lib.wgpuInstanceEnumerateAdapters(instance, options, handles)
-    return [wgpu_native.gpu._create_adapter(handle) for handle in handles]
+        return webgpu.adapters()
 
 
 @contextmanager
@@ -158,31 +151,6 @@ def _runtime_dir() -> Iterator[None]:
             del os.environ["XDG_RUNTIME_DIR"]
         else:
             os.environ["XDG_RUNTIME_DIR"] = before
-
-
-def _import_wgpu() -> Any:
-    """The module of wgpu-py that calls the library."""
-    from wgpu.backends import wgpu_native
-
-    _parse_types_quickly(wgpu_native.ffi)
-    return wgpu_native
-
-
-def _parse_types_quickly(ffi: Any) -> None:
-    """Spare a process a second: wgpu-py names C types by strings, and for each new one cffi parses
-    the names of all typedefs in wgpu's header again, for 20 ms. Those in the string are enough.
-    """
-    parser: Any = getattr(ffi, "_parser", None)
-    if not hasattr(parser, "_declarations"):
-        return  # another cffi than is known: it does the same more slowly
-
-    def parse(source: str) -> Any:
-        few, declared = type(parser)(), parser._declarations
-        keys = {f"typedef {name}" for name in re.findall(r"\w+", source)}
-        few._declarations = {key: declared[key] for key in keys & declared.keys()}
-        return few._parse(source)
-
-    parser._parse = parse
 
 
 def is_available() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import wgpu
-from wgpu.backends.wgpu_native import GPUShaderModule, ffi, lib
-from wgpu.backends.wgpu_native._api import libf
 
 from infer.kernels.errors import (
     ClosedError,
@@ -25,6 +22,7 @@ from infer.kernels.errors import (
 )
 from infer.kernels.gpu.adapters import AdapterInfo, check_process, choose_adapter, is_forked
 from infer.kernels.gpu.multiprocessors import multiprocessors
+from infer.kernels.gpu.native import NativeDevice, library
 from infer.kernels.gpu.shader import KernelSpec, Shader, render
 
 _USAGE = {
@@ -57,8 +55,8 @@ class Settings:
 
     None leaves a limit (bytes, invocations, bindings) as the adapter has it. Every kernel has a
     path for each of these switched off or set to the least that WebGPU guarantees. bounds_checks
-    keeps the run-time checks that wgpu adds to kernels, which check by themselves what they read:
-    3 % slower in decode, 20 % in prefill.
+    keeps the run-time checks that the WebGPU library adds to kernels, which check by themselves
+    what they read: 3 % slower in decode, 20 % in prefill.
     """
 
     subgroups: bool = True
@@ -148,7 +146,7 @@ class Device:
         if not isinstance(settings, Settings | None):
             raise RequestError(f"settings must be Settings, not {type(settings).__name__}.")
         self.adapter, self.settings = adapter, settings or Settings()
-        wanted = {"subgroup": self.settings.subgroups, "shader-f16": self.settings.f16}
+        wanted = {"subgroups": self.settings.subgroups, "shader-f16": self.settings.f16}
         features = [name for name, use in wanted.items() if use and name in adapter.features]
         if "timestamp-query" in adapter.features:
             features.append("timestamp-query")
@@ -159,13 +157,16 @@ class Device:
                 thread = threading.Thread(target=int)
                 thread.start()
                 thread.join()
-                self.handle = adapter.handle.request_device_sync(
-                    required_features=features, required_limits=self._required_limits()
+                self.native: NativeDevice = library(adapter.webgpu).open(
+                    adapter.handle,
+                    features,
+                    self._required_limits(),
+                    bounds_checks=self.settings.bounds_checks,
                 )
         except RuntimeError as error:
             raise DeviceError(f"{adapter} could not be opened: {error}") from error
         self.limits = Limits.of(self.handle.limits)
-        self.subgroups = "subgroup" in features
+        self.subgroups = "subgroups" in features
         self.f16 = "shader-f16" in features
         self.timestamps = "timestamp-query" in features
         self.software = adapter.kind == "software"
@@ -184,6 +185,11 @@ class Device:
             self.close()
             raise
         self.subgroup_size, self.largest_subgroup = sizes
+
+    @property
+    def handle(self) -> Any:
+        """The device of wgpu-py's public API."""
+        return self.native.handle
 
     @classmethod
     def open(cls, selector: str | int | None = None, settings: Settings | None = None) -> Device:
@@ -225,9 +231,9 @@ class Device:
     # Errors
 
     def error(self, cause: object) -> DeviceError:
-        """What to raise where WebGPU fails for such a cause: wgpu's error, or its text."""
+        """What to raise where WebGPU fails for such a cause: the library's error, or its text."""
         text = _first_cause(cause)
-        if isinstance(cause, wgpu.GPUOutOfMemoryError):
+        if isinstance(cause, self.native.library.out_of_memory):
             return OutOfMemoryError(
                 f"{self.adapter.name} has no room left ({self._allocated:,} bytes are in use by "
                 "this process). Close other programs that use it, or load with a smaller context."
@@ -243,10 +249,10 @@ class Device:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """In it, what wgpu raises becomes a DeviceError."""
+        """In it, what the WebGPU library raises becomes a DeviceError."""
         try:
             yield
-        except (wgpu.GPUError, RuntimeError) as error:
+        except self.native.library.errors as error:
             raise self.error(error) from error
 
     # Buffers
@@ -262,7 +268,7 @@ class Device:
             )
         try:
             handle = self.handle.create_buffer(size=nbytes, usage=_USAGE[usage], label=label)
-        except wgpu.GPUError as error:
+        except self.native.library.errors as error:
             if _is_loss(error):
                 raise self.error(error) from error
             raise OutOfMemoryError(
@@ -366,7 +372,7 @@ class Device:
         """Until all submitted work is done."""
         if is_forked():  # it never is, without the driver's threads
             return
-        lib.wgpuDevicePoll(self.handle._internal, True, ffi.NULL)
+        self.native.wait()
 
     def memory_stats(self) -> MemoryStats:
         with self._lock:
@@ -403,21 +409,22 @@ class Device:
         return len(self._pipelines)
 
     def compile(self, spec: KernelSpec, shader: Shader) -> Pipeline:
-        """A pipeline of rendered WGSL with the entry point `main`. It runs as it is written,
-        without wgpu's own bounds checks unless the settings ask for them. Raises ShaderError."""
+        """A pipeline of rendered WGSL with the entry point `main`. It runs as it is written: the
+        library adds bounds checks of its own only if the settings ask for them. Raises ShaderError.
+        """
         storage, most = shader.workgroup_storage, self.limits.workgroup_storage
-        if storage > most:  # wgpu does not look, and a driver may crash
+        if storage > most:  # wgpu-native does not look, and a driver may crash
             raise ShaderError(
                 f"{spec.label} needs {storage:,} bytes of workgroup memory; {self.adapter.name} "
                 f"has {most:,}."
             )
-        checked = self.settings.bounds_checks
+        checks = self.settings.bounds_checks
         try:
-            module = (self._module if checked else self._trusted_module)(shader, spec.label)
-        except wgpu.GPUError as error:
+            module = self.native.module(shader.code, spec.label, bounds_checks=checks)
+        except self.native.library.errors as error:
             if _is_loss(error):
                 raise self.error(error) from error
-            message = _located(str(error), shader)
+            message = self._located(str(error), shader)
             raise ShaderError(f"{spec.label} does not compile:\n{message}") from None
         layout = self._layout(tuple(binding.access for binding in shader.bindings))
         try:
@@ -426,7 +433,7 @@ class Device:
                 layout=self.handle.create_pipeline_layout(bind_group_layouts=[layout]),
                 compute={"module": module, "entry_point": "main"},
             )
-        except (wgpu.GPUError, wgpu.GPUPipelineError) as error:
+        except self.native.library.errors as error:
             if _is_loss(error):
                 raise self.error(error) from error
             raise ShaderError(
@@ -437,28 +444,19 @@ class Device:
     def validate(self, shader: Shader, label: str = "") -> list[str]:
         """The compiler's messages about rendered WGSL, each with its source file and line."""
         try:
-            self._module(shader, label)
-        except wgpu.GPUError as error:
-            return [_located(str(error), shader)]
+            self.native.module(shader.code, label, bounds_checks=True)
+        except self.native.library.errors as error:
+            return [self._located(str(error), shader)]
         return []
 
-    def _module(self, shader: Shader, label: str) -> Any:
-        return self.handle.create_shader_module(label=label, code=shader.code)
-
-    def _trusted_module(self, shader: Shader, label: str) -> Any:
-        """The same without the bounds checks and loop counters that wgpu adds to a shader."""
-        code, name = shader.code.encode(), label.encode()
-        text, title = ffi.new("char[]", code), ffi.new("char[]", name)
-        source = ffi.new("WGPUShaderSourceWGSL *")
-        source.chain.sType = lib.WGPUSType_ShaderSourceWGSL
-        source.code.data, source.code.length = text, len(code)
-        descriptor = ffi.new("WGPUShaderModuleDescriptor *")
-        descriptor.nextInChain = ffi.cast("WGPUChainedStruct *", source)
-        descriptor.label.data, descriptor.label.length = title, len(name)
-        handle = libf.wgpuDeviceCreateShaderModuleTrusted(  # which raises, as `lib` does not
-            self.handle._internal, descriptor, lib.WGPUShaderRuntimeChecks_None
-        )
-        return GPUShaderModule(label, handle, self.handle)
+    def _located(self, message: str, shader: Shader) -> str:
+        """The compiler's message, headed by the source file, line and column it speaks of."""
+        text = message.partition("error: ")[2].strip() or message
+        place = self.native.library.place(message)
+        if place is None:
+            return text
+        line, column = place
+        return f"{shader.place(line)}:{column}: {text}"
 
     def _layout(self, accesses: tuple[str, ...]) -> Any:
         kinds = {"read": "read-only-storage", "read_write": "storage", "uniform": "uniform"}
@@ -482,6 +480,12 @@ class Device:
         if len(buffers) != len(bindings):
             raise ShaderError(
                 f"{pipeline.spec.label} has {len(bindings)} bindings, not {len(buffers)}"
+            )
+        largest = max(buffer.nbytes for buffer in buffers)
+        if largest > self.limits.max_binding:  # Dawn does not look
+            raise DeviceError(
+                f"{pipeline.spec.label} would bind {largest:,} bytes; {self.adapter.name} binds at "
+                f"most {self.limits.max_binding:,}."
             )
         with self.errors():
             return self.handle.create_bind_group(
@@ -571,17 +575,3 @@ def _is_loss(error: object) -> bool:
 def _first_cause(error: object) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     return " ".join(line for line in lines if line and line != "Caused by:")
-
-
-def _located(message: str, shader: Shader) -> str:
-    """The compiler's message, headed by the source file, line and column it speaks of."""
-    text = message.partition("error: ")[2].strip() or message
-    place = re.search(r"┌─ .*:(\d+):(\d+)$", text, re.M)
-    if place is None:
-        return text
-    line, column = int(place[1]), int(place[2])
-    # An invalid function is placed at its start; the expression at fault is underlined in it.
-    inner = re.search(r"^ *(\d+) │ │ .*\n *│ │ ( *)\^", text, re.M)
-    if inner is not None:
-        line, column = int(inner[1]), len(inner[2]) + 1
-    return f"{shader.place(line)}:{column}: {text}"

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from infer.kernels.gpu.device import Buffer, Device, Pipeline
+from infer.kernels.gpu.native.library import NOTHING, Size
 from infer.kernels.gpu.shader import KernelSpec
 
-Size = tuple[int, int, int]
-NOTHING: Size = (0, 0, 0)  # of a dispatch that a step does not need: it is not recorded
 # Workgroups as a function of (rows, kv_len): attention costs what is in the cache, no more.
 Grid = Size | Callable[[int, int], Size]
 Count = Callable[[int, int], int]  # the same of bytes or operations

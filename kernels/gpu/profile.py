@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import wgpu
 from numpy.typing import NDArray
-from wgpu.backends.wgpu_native import lib
 
 from infer.kernels.errors import DeviceError
 from infer.kernels.gpu.device import Buffer, Device
@@ -57,7 +56,7 @@ def profile_passes(
         )
     if not passes:
         return []
-    period = lib.wgpuQueueGetTimestampPeriod(device.handle.queue._internal) * 1e-9  # seconds
+    period = device.native.timestamp_period
     run = _Run(device, passes, rows, kv_len, before)
     with device.scope():
         run.submit(1)  # touches the memory

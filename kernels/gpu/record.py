@@ -1,9 +1,9 @@
 """Recording and submitting steps: the hot loop's only contact with WebGPU.
 
-`RawQueue` calls the C functions of the library that wgpu-py has loaded: it records three times
-faster than the public API, maps a staging buffer without a submission of its own, and waits for one
-submission instead of the whole queue. `PublicQueue` does the same through the public API; it is
-the reference that tests hold RawQueue to.
+`RawQueue` calls the C functions of the WebGPU library: it records three times faster than the
+public API, maps a staging buffer without a submission of its own, and waits for one submission
+instead of the whole queue. `PublicQueue` does the same through the public API; it is the reference
+that tests hold RawQueue to.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import wgpu
 from numpy.typing import NDArray
-from wgpu.backends.wgpu_native import ffi, lib
-from wgpu.backends.wgpu_native._api import error_handler, libf
 
 from infer.kernels.gpu.device import Buffer, Device
-from infer.kernels.gpu.plan import NOTHING, Dispatch, Size, needed
+from infer.kernels.gpu.native.library import READ, CopyItem, Item, Size, pointer
+from infer.kernels.gpu.plan import Dispatch, needed
 
 # A thread that sleeps in the driver is woken up to 0.2 ms after the GPU is done, one that naps is
 # not. Of a step longer than so many seconds that is little. On Windows naps are longer than that.
@@ -47,21 +46,25 @@ class Part(NamedTuple):
 
 
 class Recording:
-    """Dispatches with their C handles looked up once."""
+    """Dispatches with their C pointers looked up once."""
 
     def __init__(self, dispatches: Sequence[Dispatch]) -> None:
         self.dispatches = tuple(dispatches)  # also keeps the handles alive
         self._parts: dict[int, list[Recording]] = {}
         self.grids: list[SizeAt] = []
-        self.items: list[tuple[Any, Any, Size | None, int]] = []
+        self.items: list[Item] = []
         for item in self.dispatches:
-            pipeline, group = item.pipeline.handle._internal, item.bind_group._internal
+            pipeline, group = pointer(item.pipeline.handle), pointer(item.bind_group)
             if not callable(item.grid):
-                self.items.append((pipeline, group, item.grid, 0))
+                self.items.append(Item(pipeline, group, item.grid, 0))
                 continue
             if item.grid not in self.grids:
                 self.grids.append(item.grid)
-            self.items.append((pipeline, group, None, self.grids.index(item.grid)))
+            self.items.append(Item(pipeline, group, None, self.grids.index(item.grid)))
+
+    def sizes(self, rows: int, kv_len: int) -> list[Size]:
+        """What the items' `grid` is an index of, in a step of so many rows and positions."""
+        return [grid(rows, kv_len) for grid in self.grids]
 
     def parts(self, count: int) -> list[Recording]:
         """The same cut into at most so many recordings, to be submitted one after the other."""
@@ -125,28 +128,11 @@ class RawQueue:
     """One encoder, one pass, one command buffer and one submission a step; nothing else is made."""
 
     def __init__(self, device: Device) -> None:
-        self.device = device
-        self._device, self._queue = device.handle._internal, device.handle.queue._internal
-        self._status = ffi.new("int *")
-        self._commands = ffi.new("WGPUCommandBuffer[1]")
-        self._index = ffi.new("WGPUSubmissionIndex *")
-        self._interrupt: BaseException | None = None
-        self._callback = ffi.callback(
-            "void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)",
-            self._mapped,
-            onerror=self._interrupted,
-        )
-        self._info = ffi.new("WGPUBufferMapCallbackInfo *")
-        self._info.mode = lib.WGPUCallbackMode_AllowProcessEvents
-        self._info.callback = self._callback
+        self.device, self._native = device, device.native
+        self._errors = device.native.library.errors
+        self._mapping = device.native.mapping()
 
-    def _mapped(self, status: int, *_: Any) -> None:
-        self._status[0] = status
-
-    def _interrupted(self, kind: Any, error: BaseException, trace: Any) -> None:
-        self._interrupt = error  # Ctrl-C in the callback, which C code cannot raise
-
-    def submit(self, recording: Recording, rows: int, kv_len: int, copies: Sequence[Copy]) -> int:
+    def submit(self, recording: Recording, rows: int, kv_len: int, copies: Sequence[Copy]) -> Any:
         return self.send(self.record(recording, rows, kv_len, copies))
 
     def record(
@@ -159,104 +145,65 @@ class RawQueue:
         *,
         finish: bool = False,
     ) -> Recorded:
-        set_pipeline = lib.wgpuComputePassEncoderSetPipeline
-        set_bind_group = lib.wgpuComputePassEncoderSetBindGroup
-        dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
-        null = ffi.NULL
-        encoder = lib.wgpuDeviceCreateCommandEncoder(self._device, null)
-        try:
-            compute = lib.wgpuCommandEncoderBeginComputePass(encoder, null)
-            try:
-                last = None
-                for part in (*before, Part(recording, rows, kv_len)):
-                    sizes = [grid(part.rows, part.kv_len) for grid in part.recording.grids]
-                    for pipeline, group, size, grid in part.recording.items:
-                        size = size or sizes[grid]
-                        if size is NOTHING:
-                            continue
-                        if pipeline is not last:
-                            set_pipeline(compute, pipeline)
-                            last = pipeline
-                        set_bind_group(compute, 0, group, 0, null)
-                        dispatch(compute, *size)
-                lib.wgpuComputePassEncoderEnd(compute)
-            finally:
-                lib.wgpuComputePassEncoderRelease(compute)
-            for (source, start), (to, at), nbytes in copies:
-                lib.wgpuCommandEncoderCopyBufferToBuffer(
-                    encoder, source.handle._internal, start, to.handle._internal, at, nbytes
-                )
-        except BaseException:
-            lib.wgpuCommandEncoderRelease(encoder)
-            raise
+        encoder = self._native.record(
+            [
+                (part.recording.items, part.recording.sizes(part.rows, part.kv_len))
+                for part in (*before, Part(recording, rows, kv_len))
+            ],
+            [
+                CopyItem(source.handle, start, to.handle, at, nbytes)
+                for (source, start), (to, at), nbytes in copies
+            ],
+        )
         recorded = Recorded(encoder, is_finished=False)
         if finish:
             self._finish(recorded)
         return recorded
 
     def _finish(self, recorded: Recorded) -> None:
-        """Raises DeviceError where that fails, as on a lost device: the library would end the
-        process when it is submitted."""
-        encoder = recorded.handle
-        error_handler.capture("finish")
+        """Raises DeviceError where that fails, as on a lost device."""
         try:
-            recorded.handle = lib.wgpuCommandEncoderFinish(encoder, ffi.NULL)
-            recorded.is_finished = True
-        finally:
-            failed = error_handler.release("finish")
-            lib.wgpuCommandEncoderRelease(encoder)
-        if failed is not None:
-            self.drop(recorded)
-            raise self.device.error(failed[1])
+            recorded.handle = self._native.finish(recorded.handle)
+        except self._errors as error:
+            raise self.device.error(error) from error
+        recorded.is_finished = True
 
-    def send(self, recorded: Recorded) -> int:
+    def send(self, recorded: Recorded) -> Any:
         if not recorded.is_finished:
             self._finish(recorded)
-        self._commands[0] = recorded.handle
         try:
-            return int(lib.wgpuQueueSubmitForIndex(self._queue, 1, self._commands))
+            return self._native.submit(recorded.handle)
+        except self._errors as error:
+            raise self.device.error(error) from error
         finally:
             self.drop(recorded)
 
     def drop(self, recorded: Recorded) -> None:
-        if recorded.is_finished:
-            lib.wgpuCommandBufferRelease(recorded.handle)
-        else:
-            lib.wgpuCommandEncoderRelease(recorded.handle)
+        self._native.drop(recorded.handle, is_finished=recorded.is_finished)
 
-    def wait(self, submission: int) -> None:
-        self._index[0] = submission
-        lib.wgpuDevicePoll(self._device, True, self._index)
+    def wait(self, submission: Any) -> None:
+        self._native.wait(submission)
 
     def _nap(self) -> None:
         """Until the buffer is mapped, or for _NAPPING seconds."""
         end = time.perf_counter() + _NAPPING
-        while self._status[0] == 0 and time.perf_counter() < end:
+        while not self._mapping.is_mapped() and time.perf_counter() < end:
             time.sleep(_NAP)
-            lib.wgpuDevicePoll(self._device, False, ffi.NULL)
 
     def read(
-        self, staging: Buffer, nbytes: int, submission: int, urgent: bool = False
+        self, staging: Buffer, nbytes: int, submission: Any, urgent: bool = False
     ) -> NDArray[np.uint32]:
-        handle = staging.handle._internal
-        self._status[0] = 0
+        mapping = self._mapping
         try:
-            libf.wgpuBufferMapAsync(handle, lib.WGPUMapMode_Read, 0, nbytes, self._info[0])
-            if urgent:
-                self._nap()
-            self.wait(submission)
-            if self._interrupt is not None:
-                error, self._interrupt = self._interrupt, None
-                raise error
-            if self._status[0] != lib.WGPUMapAsyncStatus_Success:
-                raise self.device.error(f"a step's result: status {self._status[0]}")
-            pointer = lib.wgpuBufferGetConstMappedRange(handle, 0, nbytes)
-            return np.frombuffer(ffi.buffer(pointer, nbytes), np.uint32).copy()
-        except wgpu.GPUError as error:
+            mapping.ask(staging.handle, nbytes, READ)
+            try:
+                if urgent:
+                    self._nap()
+                return np.frombuffer(mapping.wait(submission), np.uint32).copy()
+            finally:
+                mapping.unmap()
+        except self._errors as error:
             raise self.device.error(error) from error
-        finally:
-            if self._status[0] in (0, lib.WGPUMapAsyncStatus_Success):  # asked for, or mapped
-                lib.wgpuBufferUnmap(handle)
 
 
 class PublicQueue:

@@ -2,8 +2,8 @@
 
 On a discrete GPU this is two to four times as fast as `queue.write_buffer`, and the host holds no
 more than the ring. A staging buffer goes round: mapped and filled by several threads, unmapped,
-copied from in one submission, mapped again. The mapping is asked for on the C functions, because
-wgpu's public `map_async` wakes a thread that waits for the whole queue.
+copied from in one submission, mapped again. The public `map_async` would not do: on wgpu-native it
+wakes a thread that waits for the whole queue.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from wgpu.backends.wgpu_native import ffi, lib
-from wgpu.backends.wgpu_native._api import libf
-
 from infer.kernels.errors import DeviceError
 from infer.kernels.gpu.device import Buffer, Device, enough_threads
+from infer.kernels.gpu.native.library import WRITE, pointer
 from infer.kernels.gpu.plan import Dispatch
 
 RING = 4  # staging buffers
@@ -50,41 +48,18 @@ class _Staging:
         self.used = 0
         self.fills: list[Future[None]] = []
         self.commands: list[_Copy | Dispatch] = []
-        self._submission: Any = ffi.NULL
-        self._status = -1
-        self._error: BaseException | None = None
-        # Kept here, because the library calls it later.
-        self._callback = ffi.callback(
-            "void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)",
-            self._on_mapped,
-            onerror=self._on_error,
-        )
+        self._submission: Any = None
+        self._mapping = device.native.mapping()
         self._map()
 
-    def _on_mapped(self, status: int, *_: Any) -> None:
-        self._status = status
-
-    def _on_error(self, kind: type, error: BaseException, trace: TracebackType) -> None:
-        self._error = error  # Ctrl-C while _on_mapped ran: C cannot pass it on
-
     def _map(self) -> None:
-        self._status = -1
-        info = ffi.new("WGPUBufferMapCallbackInfo *")
-        info.mode, info.callback = lib.WGPUCallbackMode_AllowProcessEvents, self._callback
-        handle, size = self.buffer.handle._internal, self.buffer.nbytes
         with self.device.errors():
-            libf.wgpuBufferMapAsync(handle, lib.WGPUMapMode_Write, 0, size, info[0])
+            self._mapping.ask(self.buffer.handle, self.buffer.nbytes, WRITE)
 
     def view(self) -> memoryview:
         """The mapped memory, once the GPU has copied what it last held."""
-        if self._status < 0:
-            lib.wgpuDevicePoll(self.device.handle._internal, True, self._submission)
-        if self._error is not None:
-            raise self._error
-        if self._status != lib.WGPUMapAsyncStatus_Success:
-            raise self.device.error(f"a staging buffer was not mapped: status {self._status}")
-        handle, size = self.buffer.handle._internal, self.buffer.nbytes
-        return memoryview(ffi.buffer(lib.wgpuBufferGetMappedRange(handle, 0, size), size))
+        with self.device.errors():
+            return self._mapping.wait(self._submission)
 
     def submit(self) -> int:
         """Once it is filled, copy it to where it belongs, and run the kernels between the copies.
@@ -98,8 +73,7 @@ class _Staging:
         return nbytes
 
     def _submit(self) -> int:
-        queue = self.device.handle.queue
-        libf.wgpuBufferUnmap(self.buffer.handle._internal)
+        self._mapping.unmap()
         encoder = self.device.handle.create_command_encoder()
         nbytes = 0
         for command in self.commands:
@@ -114,10 +88,8 @@ class _Staging:
                 command.nbytes,
             )
             nbytes += command.nbytes
-        commands = encoder.finish()  # held in a name: wgpu releases what Python has forgotten
-        handles = ffi.new("WGPUCommandBuffer[]", [commands._internal])
-        index = lib.wgpuQueueSubmitForIndex(queue._internal, 1, handles)
-        self._submission = ffi.new("WGPUSubmissionIndex *", index)
+        commands = encoder.finish()  # held in a name: it is released once Python has forgotten it
+        self._submission = self.device.native.submit(pointer(commands))
         return nbytes
 
 

@@ -19,7 +19,7 @@ from infer.kernels.compiler.target import Target
 from infer.kernels.compiler.tuning import NARROW_SOFTWARE, Tuning, loop_passes, power_of_two
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Buffer
-from infer.kernels.gpu.plan import NOTHING, Size
+from infer.kernels.gpu.native.library import NOTHING, Size
 from infer.kernels.gpu.tensor import BLOCK, HALF, GpuTensor
 from infer.kernels.ops.kv_write import Heads, KVWrite, kv_params
 from infer.kernels.ops.prepared import Form, Maker, scale_params

@@ -1,0 +1,47 @@
+"""The libraries that implement WebGPU: wgpu-native, which is always there, and Dawn, an extra.
+
+All C functions of either library are called in this package, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib import import_module
+
+from infer.kernels.errors import DeviceError
+from infer.kernels.gpu.native.library import Library, NativeDevice
+
+__all__ = ["DEFAULT", "VARIABLE", "Library", "NativeDevice", "library"]
+
+VARIABLE = "INFER_WEBGPU"
+DEFAULT = "wgpu-native"
+
+# A library's name -> the module whose LIBRARY it is.
+_MODULES = {"wgpu-native": "wgpu_native", "dawn": "dawn"}
+
+
+def library(name: str | None = None) -> Library:
+    """The library of that name; without one, the library that the variable INFER_WEBGPU names, or
+    else wgpu-native.
+
+    Raises:
+        DeviceError: there is no library of that name, or its package is not installed.
+    """
+    return _load(name or os.environ.get(VARIABLE, "").strip().lower() or DEFAULT)
+
+
+@cache
+def _load(name: str) -> Library:
+    if name not in _MODULES:
+        raise DeviceError(
+            f"No WebGPU library is called {name!r}. {VARIABLE} takes {' or '.join(_MODULES)}."
+        )
+    try:
+        found: Library = import_module(f"{__name__}.{_MODULES[name]}").LIBRARY
+    except ImportError as error:
+        raise DeviceError(
+            f"The WebGPU library {name} cannot be loaded ({error}). Install it: pip install "
+            f"'infer-wgpu[{name}]', or in a checkout pip install '.[{name}]'. Or unset {VARIABLE}."
+        ) from error
+    return found

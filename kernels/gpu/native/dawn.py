@@ -1,0 +1,217 @@
+"""Google's Dawn, by the package wgpudawn, which has wgpu-py's public API."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import wgpudawn
+from wgpudawn.backends.dawn import _api, _helpers, extras, gpu, lib_version_info
+from wgpudawn.backends.dawn._ffi import c_callback, callbacks, ffi, lib
+
+from infer.kernels.gpu.native.library import (
+    READ,
+    BufferMapping,
+    Library,
+    NativeDevice,
+    pointer,
+)
+
+# Switches of Dawn ("toggles") for all adapters and devices: without them NVIDIA's have no f16.
+_ALWAYS = ("allow_unsafe_apis", "vulkan_enable_f16_on_nvidia")
+# Switches of a device, on and off, without which it looks at every call and every access to memory.
+_FAST = ("skip_validation", "disable_robustness")
+_SLOW = ("timestamp_quantization",)
+# Always asked for: without it no two threads may call Dawn at once.
+_THREADS = "implicit-device-synchronization"
+# Nanoseconds after which a wait lets Python look for Ctrl-C.
+_PATIENCE = 100_000_000
+
+
+class _Pending(threading.local):
+    """The errors that Dawn has reported and nobody has raised, as the package keeps them, but of
+    each thread by itself: several compile kernels, and an error belongs to the call that caused it.
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[tuple[str, str]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._errors)
+
+    def __getitem__(self, index: slice) -> list[tuple[str, str]]:
+        return self._errors[index]
+
+    def append(self, error: tuple[str, str]) -> None:
+        self._errors.append(error)
+
+    def clear(self) -> None:
+        self._errors.clear()
+
+
+def _keep_errors_by_thread() -> None:
+    """The package keeps one list for the process, and raises from it in whichever thread comes
+    first."""
+    handler = _helpers.ErrorHandler(logging.getLogger("wgpudawn"))
+    handler.pending = _Pending()
+    _api.error_handler = handler
+    _api.libf = _helpers.SafeLibCalls(lib, handler)
+
+
+class Dawn(Library):
+    """Dawn. Its C functions that may fail are called through `_api.libf`, which raises what they
+    report."""
+
+    name = "dawn"
+    errors = (wgpudawn.GPUError, wgpudawn.GPUPipelineError, RuntimeError)
+    out_of_memory = (wgpudawn.GPUOutOfMemoryError,)
+
+    def __init__(self) -> None:
+        _keep_errors_by_thread()
+        self._has_instance, self._lock = False, threading.Lock()
+        self._places = weakref.WeakKeyDictionary[Any, int]()  # of adapters in the library's list
+
+    def versions(self) -> dict[str, str]:
+        return {"wgpudawn": wgpudawn.__version__, "Dawn": ".".join(map(str, lib_version_info))}
+
+    def adapters(self) -> list[Any]:
+        with self._lock:
+            if not self._has_instance:
+                extras.set_instance_extras(enable_toggles=_ALWAYS)
+                self._has_instance = True
+            # The public list has one of several equal cards.
+            found = list(gpu._enumerate_all_adapters())
+            self._places.update({adapter: place for place, adapter in enumerate(found)})
+        return found
+
+    def features(self, adapter: Any) -> frozenset[str]:
+        return frozenset(adapter.features)
+
+    def open(
+        self,
+        adapter: Any,
+        features: Sequence[str],
+        limits: Mapping[str, int],
+        *,
+        bounds_checks: bool,
+    ) -> NativeDevice:
+        # An adapter makes one device and no more, so a new handle of it is opened.
+        handle = extras.request_device_sync(
+            self.adapters()[self._places[adapter]],
+            required_features=[*features, _THREADS],
+            required_limits=dict(limits),
+            enable_toggles=() if bounds_checks else _FAST,
+            disable_toggles=_SLOW,
+        )
+        return _Device(self, handle, "subgroups" in features)
+
+    def forget(self) -> None:
+        _api.libf = None  # without it the package releases nothing
+
+    def place(self, message: str) -> tuple[int, int] | None:
+        found = re.search(r":(\d+):(\d+) error:", message)
+        return (int(found[1]), int(found[2])) if found else None
+
+
+def _is_done(future: int, nanoseconds: int = 0) -> bool:
+    """Whether a future has ended, after waiting for so long at most; its callback has run then."""
+    info = ffi.new("WGPUFutureWaitInfo *")
+    info.future.id = future
+    lib.wgpuInstanceWaitAny(_helpers.get_wgpu_instance(), 1, info, nanoseconds)
+    return bool(info.completed)
+
+
+def _wait_for(future: int) -> None:
+    while not _is_done(future, _PATIENCE):
+        pass
+
+
+class _Mapping(BufferMapping):
+    def __init__(self, device: _Device) -> None:
+        self._device, self._future = device, 0
+        self._buffer, self._nbytes, self._mode = None, 0, READ
+        status = self._status = [0]  # what the library calls back with
+
+        def mapped(result: int, *_: Any) -> None:
+            status[0] = result
+
+        self._info = ffi.new("WGPUBufferMapCallbackInfo *")
+        self._info.mode = lib.WGPUCallbackMode_WaitAnyOnly
+        self._info.callback = c_callback("WGPUBufferMapCallback")
+        self._info.userdata1 = callbacks.register(mapped, once=False)
+        weakref.finalize(self, callbacks.unregister, self._info.userdata1)
+
+    def ask(self, buffer: Any, nbytes: int, mode: int) -> None:
+        self._buffer, self._nbytes, self._mode = pointer(buffer), nbytes, mode
+        self._status[0] = 0
+        asked = _api.libf.wgpuBufferMapAsync(self._buffer, mode, 0, nbytes, self._info[0])
+        self._future = asked.id
+
+    def is_mapped(self) -> bool:
+        return self._status[0] != 0 or _is_done(self._future)
+
+    def wait(self, submission: int | None) -> memoryview:
+        if self._status[0] == 0:
+            _wait_for(self._future)
+        if submission is not None:
+            _wait_for(submission)  # a future that nobody waits for is kept for ever
+        if self._status[0] != lib.WGPUMapAsyncStatus_Success:
+            raise RuntimeError(f"a buffer was not mapped: status {self._status[0]}")
+        if self._mode == READ:
+            memory = lib.wgpuBufferGetConstMappedRange(self._buffer, 0, self._nbytes)
+        else:
+            memory = lib.wgpuBufferGetMappedRange(self._buffer, 0, self._nbytes)
+        return memoryview(ffi.buffer(memory, self._nbytes))
+
+    def unmap(self) -> None:
+        lib.wgpuBufferUnmap(self._buffer)
+
+
+class _Device(NativeDevice):
+    lib, ffi = lib, ffi
+    timestamp_period = 1e-9
+
+    def __init__(self, library: Library, handle: Any, subgroups: bool) -> None:
+        super().__init__(library, handle)
+        # Tint wants subgroups declared, and takes a branch that is uniform in fact for one that
+        # may not be. On the first line, so that no other moves.
+        words = "enable subgroups; diagnostic(off, subgroup_uniformity); "
+        self._prelude = words if subgroups else ""
+        self._done = ffi.new("WGPUQueueWorkDoneCallbackInfo *")
+        self._done.mode = lib.WGPUCallbackMode_WaitAnyOnly
+        self._done.callback = c_callback("WGPUQueueWorkDoneCallback")
+        self._done.userdata1 = callbacks.register(lambda *_: None, once=False)
+        weakref.finalize(self, callbacks.unregister, self._done.userdata1)
+
+    def module(self, code: str, label: str, *, bounds_checks: bool) -> Any:
+        return self.handle.create_shader_module(label=label, code=self._prelude + code)
+
+    def finish(self, encoder: Any) -> Any:
+        try:
+            return _api.libf.wgpuCommandEncoderFinish(encoder, ffi.NULL)
+        finally:
+            lib.wgpuCommandEncoderRelease(encoder)
+
+    def submit(self, commands: Any) -> int:
+        self._commands[0] = commands
+        _api.libf.wgpuQueueSubmit(self._queue, 1, self._commands)
+        return self._submitted()
+
+    def _submitted(self) -> int:
+        """A future that ends once all is done that has been submitted so far."""
+        done = _api.libf.wgpuQueueOnSubmittedWorkDone(self._queue, self._done[0])
+        future: int = done.id
+        return future
+
+    def wait(self, submission: int | None = None) -> None:
+        _wait_for(self._submitted() if submission is None else submission)
+
+    def mapping(self) -> BufferMapping:
+        return _Mapping(self)
+
+
+LIBRARY = Dawn()

@@ -1,0 +1,194 @@
+"""The interface of a WebGPU library, and the part of its code that all libraries share.
+
+Python packages for WebGPU have one public API, that of wgpu-py, whose objects are called handles
+here. This module is about what the public API does not offer, or offers too slowly: recording
+steps, waiting for one submission, mapping a buffer without a submission of its own. Every library
+has the C functions of webgpu.h, which its package's `lib` and `ffi` call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Size = tuple[int, int, int]  # workgroups of a dispatch
+NOTHING: Size = (0, 0, 0)  # the size of a dispatch that a step does not need: it is not recorded
+
+READ, WRITE = 1, 2
+"""What a buffer is mapped for, by WebGPU's numbers."""
+
+
+class Item(NamedTuple):
+    """A dispatch as C pointers. size: None where it depends on the step; then `grid` is its place
+    among the step's sizes."""
+
+    pipeline: Any
+    bind_group: Any
+    size: Size | None
+    grid: int
+
+
+class CopyItem(NamedTuple):
+    """A copy of nbytes bytes between two buffers, whose handles and byte offsets these are."""
+
+    source: Any
+    start: int
+    target: Any
+    at: int
+    nbytes: int
+
+
+def pointer(handle: Any) -> Any:
+    """The C pointer of an object of the public API, which has to be kept alive beside it."""
+    return handle._internal
+
+
+class Library(ABC):
+    """A WebGPU library.
+
+    name: as users write it. errors: the exceptions that its package raises where WebGPU fails.
+    out_of_memory: those of them that say that memory is exhausted.
+    """
+
+    name: str
+    errors: tuple[type[Exception], ...]
+    out_of_memory: tuple[type[Exception], ...]
+
+    @abstractmethod
+    def versions(self) -> dict[str, str]:
+        """The versions of the package and of the library in it, by their names."""
+
+    @abstractmethod
+    def adapters(self) -> list[Any]:
+        """The handles of all adapters. Not to be called by two threads at once."""
+
+    @abstractmethod
+    def features(self, adapter: Any) -> frozenset[str]:
+        """What an adapter offers, by WebGPU's names."""
+
+    @abstractmethod
+    def open(
+        self,
+        adapter: Any,
+        features: Sequence[str],
+        limits: Mapping[str, int],
+        *,
+        bounds_checks: bool,
+    ) -> NativeDevice:
+        """Open an adapter. features and limits are required, by WebGPU's names. bounds_checks:
+        whether kernels are compiled with the library's own run-time checks. Raises RuntimeError."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """From now on release nothing: this process was forked, and all there is belongs to the
+        other one."""
+
+    @abstractmethod
+    def place(self, message: str) -> tuple[int, int] | None:
+        """The line and the column, from 1, that a compiler's message speaks of, if it names any."""
+
+
+class BufferMapping(ABC):
+    """Maps one buffer at a time into host memory."""
+
+    @abstractmethod
+    def ask(self, buffer: Any, nbytes: int, mode: int) -> None:
+        """Ask for the first nbytes bytes of a buffer, to READ or to WRITE them. They are mapped
+        once the work is done that was submitted before and uses the buffer."""
+
+    @abstractmethod
+    def is_mapped(self) -> bool:
+        """Whether the buffer is mapped by now, or the mapping failed. Does not wait."""
+
+    @abstractmethod
+    def wait(self, submission: Any) -> memoryview:
+        """The mapped memory, once it is there. submission: the last one that uses the buffer; None
+        waits for all. Raises an error of the library."""
+
+    @abstractmethod
+    def unmap(self) -> None:
+        """Give the buffer back to the GPU, or give up asking for it."""
+
+
+class NativeDevice(ABC):
+    """An open adapter. lib and ffi: the library's C functions and types."""
+
+    lib: Any
+    ffi: Any
+
+    def __init__(self, library: Library, handle: Any) -> None:
+        self.library, self.handle = library, handle
+        self._device, self._queue = pointer(handle), pointer(handle.queue)
+        self._commands = self.ffi.new("WGPUCommandBuffer[1]")
+
+    @property
+    @abstractmethod
+    def timestamp_period(self) -> float:
+        """Seconds of a timestamp's tick."""
+
+    @abstractmethod
+    def module(self, code: str, label: str, *, bounds_checks: bool) -> Any:
+        """The handle of a shader module. Raises an error of the library, with the compiler's
+        message, for code that does not compile."""
+
+    def record(
+        self, parts: Iterable[tuple[Sequence[Item], Sequence[Size]]], copies: Iterable[CopyItem]
+    ) -> Any:
+        """A C encoder with one compute pass of all parts, and the copies after it. A part is its
+        dispatches, and the sizes that these refer to."""
+        lib, null = self.lib, self.ffi.NULL
+        set_pipeline = lib.wgpuComputePassEncoderSetPipeline
+        set_bind_group = lib.wgpuComputePassEncoderSetBindGroup
+        dispatch = lib.wgpuComputePassEncoderDispatchWorkgroups
+        encoder = lib.wgpuDeviceCreateCommandEncoder(self._device, null)
+        try:
+            compute = lib.wgpuCommandEncoderBeginComputePass(encoder, null)
+            try:
+                last = None
+                for items, sizes in parts:
+                    for pipeline, group, size, grid in items:
+                        size = size or sizes[grid]
+                        if size is NOTHING:
+                            continue
+                        if pipeline is not last:
+                            set_pipeline(compute, pipeline)
+                            last = pipeline
+                        set_bind_group(compute, 0, group, 0, null)
+                        dispatch(compute, *size)
+                lib.wgpuComputePassEncoderEnd(compute)
+            finally:
+                lib.wgpuComputePassEncoderRelease(compute)
+            for source, start, target, at, nbytes in copies:
+                lib.wgpuCommandEncoderCopyBufferToBuffer(
+                    encoder, pointer(source), start, pointer(target), at, nbytes
+                )
+        except BaseException:
+            lib.wgpuCommandEncoderRelease(encoder)
+            raise
+        return encoder
+
+    @abstractmethod
+    def finish(self, encoder: Any) -> Any:
+        """The C command buffer of an encoder, which is released. Raises an error of the library,
+        as on a lost device."""
+
+    def drop(self, recorded: Any, *, is_finished: bool) -> None:
+        """Release a C command buffer, or, if it is not finished, an encoder."""
+        if is_finished:
+            self.lib.wgpuCommandBufferRelease(recorded)
+        else:
+            self.lib.wgpuCommandEncoderRelease(recorded)
+
+    @abstractmethod
+    def submit(self, commands: Any) -> Any:
+        """Submit a C command buffer, which stays the caller's to release; returns what `wait`
+        takes. Raises an error of the library."""
+
+    @abstractmethod
+    def wait(self, submission: Any = None) -> None:
+        """Until a submission is done; without one, until everything is that was submitted."""
+
+    @abstractmethod
+    def mapping(self) -> BufferMapping:
+        """A new mapping of buffers of this device."""
