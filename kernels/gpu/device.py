@@ -165,7 +165,9 @@ class Device:
                 )
         except RuntimeError as error:
             raise DeviceError(f"{adapter} could not be opened: {error}") from error
-        self.limits = Limits.of(self.handle.limits)
+        # A library may give more than was asked for: Dawn no less than WebGPU's defaults.
+        given, asked = self.handle.limits, self._required_limits()
+        self.limits = Limits.of({name: min(given[name], most) for name, most in asked.items()})
         self.subgroups = "subgroups" in features
         self.f16 = "shader-f16" in features
         self.timestamps = "timestamp-query" in features

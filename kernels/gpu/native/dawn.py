@@ -23,8 +23,8 @@ from infer.kernels.gpu.native.library import (
 
 # Switches of Dawn ("toggles") for all adapters and devices: without them NVIDIA's have no f16.
 _ALWAYS = ("allow_unsafe_apis", "vulkan_enable_f16_on_nvidia")
-# Switches of a device, on and off, without which it looks at every call and every access to memory.
-_FAST = ("skip_validation", "disable_robustness")
+# Switches of a device, on and off: no checks of every access to memory; exact timestamps.
+_FAST = ("disable_robustness",)
 _SLOW = ("timestamp_quantization",)
 # Always asked for: without it no two threads may call Dawn at once.
 _THREADS = "implicit-device-synchronization"
