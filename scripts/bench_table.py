@@ -10,7 +10,7 @@ Of several reports of one model, dtypes and adapter the newest counts.
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -45,6 +45,12 @@ def batches(reports: Sequence[BenchReport]) -> str:
     return _by_adapter(reports, batch_tables)
 
 
+def _library(versions: Mapping[str, str]) -> str:
+    """The Python package of the WebGPU library, and its version."""
+    name = "wgpudawn" if "wgpudawn" in versions else "wgpu"
+    return f"{name} {versions[name]}"
+
+
 def _by_adapter(
     reports: Sequence[BenchReport], tables: Callable[[Sequence[BenchReport]], str]
 ) -> str:
@@ -54,7 +60,7 @@ def _by_adapter(
         dates = sorted({report.date[:10] for report in own})
         r = max(own, key=lambda report: report.date)
         parts.append(
-            f"{r.adapter}, {r.backend}, driver {r.driver}, wgpu {r.versions['wgpu']}, "
+            f"{r.adapter}, {r.backend}, driver {r.driver}, {_library(r.versions)}, "
             f"{' to '.join(sorted({dates[0], dates[-1]}))}; "
             f"copies {max(report.copy_bandwidth for report in own) / 1e9:,.0f} GB/s\n\n"
             + tables(own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +25,7 @@ from infer.kernels.errors import (
     RequestError,
     ShaderError,
 )
-from infer.kernels.gpu import adapters
+from infer.kernels.gpu import adapters, native
 from infer.kernels.gpu.adapters import (
     AdapterInfo,
     choose_adapter,
@@ -35,8 +36,10 @@ from infer.kernels.gpu.adapters import (
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
 from infer.kernels.gpu.multiprocessors import MEASURED, _amd, multiprocessors
 from infer.kernels.gpu.native import Library, library, wgpu_native
+from infer.kernels.gpu.record import EMPTY, Copy, RawQueue
 from infer.kernels.gpu.shader import KernelSpec, render_text
 from infer.kernels.gpu.tensor import allocate
+from infer.kernels.gpu.upload import Uploader
 
 
 @pytest.fixture
@@ -480,3 +483,58 @@ def test_bindings_are_counted(own: Device) -> None:
     pipeline = own.pipeline(KernelSpec.of("take_rows", STRIDE=8))
     with pytest.raises(ShaderError, match="has 3 bindings, not 1"):
         own.bind(pipeline, [own.buffer(16)])
+
+
+# Libraries
+
+
+def test_the_library_is_chosen_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INFER_WEBGPU", raising=False)
+    assert library().name == "wgpu-native"
+    monkeypatch.setenv("INFER_WEBGPU", " WGPU-Native ")
+    assert library() is library("wgpu-native")
+    monkeypatch.setenv("INFER_WEBGPU", "metal")
+    with pytest.raises(DeviceError, match=r"'metal'.* takes wgpu-native or dawn"):
+        list_adapters()
+
+
+def test_a_library_that_is_not_installed_says_how_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wgpudawn", None)
+    monkeypatch.delitem(sys.modules, "infer.kernels.gpu.native.dawn", raising=False)
+    native._load.cache_clear()
+    with pytest.raises(DeviceError, match=r"pip install 'infer-wgpu\[dawn\]'"):
+        library("dawn")
+    native._load.cache_clear()
+
+
+def test_dawn_computes_what_wgpu_native_does(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """With a kernel that uses subgroups, an upload through mapped memory, and a step that is read
+    back. Dawn needs a newer driver than wgpu-native: Mesa 23 or later."""
+    pytest.importorskip("wgpudawn")
+    monkeypatch.setenv("INFER_WEBGPU", "dawn")
+    if not list_adapters():
+        pytest.skip("Dawn accepts no adapter here")
+    x, weight = rng.standard_normal((3, 256)), rng.standard_normal(256)
+    with Device.open() as dawn:
+        assert dawn.adapter.webgpu == "dawn"
+        y = functions.rmsnorm(dawn, x, weight, eps=0.0)
+        with Device(dawn.adapter) as again:  # an adapter of Dawn's makes one device alone
+            assert (functions.rmsnorm(again, x, weight, eps=0.0) == y).all()
+        with pytest.raises(ShaderError, match="broken:1:22: expected '='"):
+            dawn.compile(KernelSpec.of("broken"), render_text("fn main() { nonsense }", "broken"))
+        data, buffer = rng.integers(0, 256, 100_000, np.uint8), dawn.buffer(100_000)
+        with Uploader(dawn, 30_000) as uploader:
+            uploader.write(buffer, 0, 100_000, lambda view, at: fill_from(data, view, at))
+        assert (dawn.read(buffer, np.uint8, 100_000) == data).all()
+        queue, staging = RawQueue(dawn), dawn.buffer(1024, "read")
+        step = queue.submit(EMPTY, 1, 0, [Copy((buffer, 16), (staging, 0), 1024)])
+        assert (queue.read(staging, 1024, step).view(np.uint8) == data[16:1040]).all()
+        queue.wait(step)
+    expected = weight * x / np.sqrt((x * x).mean(1, keepdims=True))
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+
+
+def fill_from(data: np.ndarray, view: memoryview, at: int) -> None:
+    view[:] = data[at : at + len(view)].data

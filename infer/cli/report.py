@@ -91,6 +91,7 @@ def adapter_json(adapter: AdapterInfo) -> dict[str, Any]:
         "type": adapter.kind,
         "backend": adapter.backend,
         "driver": adapter.driver,
+        "webgpu": adapter.webgpu,
     }
 
 
@@ -102,6 +103,7 @@ def _adapter_table(adapter: AdapterInfo) -> str:
             "type": adapter.kind,
             "backend": adapter.backend,
             "driver": adapter.driver,
+            "WebGPU": adapter.webgpu,
             "features": ", ".join(f"{name} {value}" for name, value in has.items()),
             "limits": f"binding {size(limits.max_binding)}, buffer {size(limits.max_buffer)}, "
             f"workgroup memory {size(limits.workgroup_storage)}, "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.kernels.errors import DeviceError
-from infer.kernels.gpu.native import Library, library
+from infer.kernels.gpu.native import DEFAULT, Library, library
 
 # OpenGL is never a choice: it lacks storage bindings, f16 and subgroups, and lists adapters twice.
 _BACKENDS = ("Vulkan", "Metal", "D3D12")
@@ -45,7 +45,7 @@ class AdapterInfo:
     driver: str
     features: frozenset[str]
     limits: dict[str, int]
-    webgpu: str = "wgpu-native"
+    webgpu: str = DEFAULT
     handle: Any = field(repr=False, compare=False, default=None)
 
     def __str__(self) -> str:
@@ -166,7 +166,11 @@ def choose_adapter(selector: str | int | None = None) -> AdapterInfo:
     """
     adapters = list_adapters()
     if not adapters:
-        raise DeviceError(f"No GPU adapter was found. {INSTALL_HINT}")
+        name = library().name
+        found = "No GPU adapter was found."
+        if name != DEFAULT:
+            found = f"{name} accepts no GPU adapter here; it wants newer drivers than {DEFAULT}."
+        raise DeviceError(f"{found} {INSTALL_HINT}")
     if selector is None:
         selector = os.environ.get("INFER_DEVICE", "").strip() or 0
     text = str(selector).strip()

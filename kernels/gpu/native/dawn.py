@@ -114,7 +114,7 @@ class Dawn(Library):
 
     def place(self, message: str) -> tuple[int, int] | None:
         found = re.search(r":(\d+):(\d+) error:", message)
-        return (int(found[1]), int(found[2])) if found else None
+        return (int(found[1]) - 1, int(found[2])) if found else None  # less the prelude
 
 
 def _is_done(future: int, nanoseconds: int = 0) -> bool:
@@ -178,8 +178,8 @@ class _Device(NativeDevice):
     def __init__(self, library: Library, handle: Any, subgroups: bool) -> None:
         super().__init__(library, handle)
         # Tint wants subgroups declared, and takes a branch that is uniform in fact for one that
-        # may not be. On the first line, so that no other moves.
-        words = "enable subgroups; diagnostic(off, subgroup_uniformity); "
+        # may not be.
+        words = "enable subgroups; diagnostic(off, subgroup_uniformity);"
         self._prelude = words if subgroups else ""
         self._done = ffi.new("WGPUQueueWorkDoneCallbackInfo *")
         self._done.mode = lib.WGPUCallbackMode_WaitAnyOnly
@@ -188,7 +188,7 @@ class _Device(NativeDevice):
         weakref.finalize(self, callbacks.unregister, self._done.userdata1)
 
     def module(self, code: str, label: str, *, bounds_checks: bool) -> Any:
-        return self.handle.create_shader_module(label=label, code=self._prelude + code)
+        return self.handle.create_shader_module(label=label, code=f"{self._prelude}\n{code}")
 
     def finish(self, encoder: Any) -> Any:
         try:
