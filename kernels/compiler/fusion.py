@@ -73,12 +73,13 @@ def size_tiles(graph: Graph, target: Target) -> None:
 
 
 def quantize_inputs(graph: Graph, target: Target) -> None:
-    """x -> int8(x), for projections by integer weights, unless what makes x quantises it."""
+    """x -> x in the form that projections read, int8 for most integer weights and f16 for products
+    of matrices, unless what makes x writes that."""
     made: dict[tuple[Value, Norm | None, str], Prepared] = {}
     for projection in each(graph, Projection):
-        if not projection.int8 or projection.prepared is not None:
-            continue
         scales = projection.x_scales(target)
+        if not scales or projection.prepared is not None:
+            continue
         key = projection.x, projection.norm, scales
         order = projection.weight.order
         prepared = made.get(key) if order is None else None

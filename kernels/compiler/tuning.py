@@ -42,6 +42,7 @@ class Tuning:
         self.limits, self.software = device.limits, device.software
         self.subgroup_size = device.subgroup_size
         self.largest_subgroup = device.largest_subgroup
+        self.matrices = device.matrices
         self.multiprocessors = device.multiprocessors
         # Passes that an invocation may make through its loops, all of them together.
         self.loop_passes = _SOFTWARE_PASSES if self.software else sys.maxsize

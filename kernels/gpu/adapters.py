@@ -13,6 +13,7 @@ from typing import Any
 
 from infer.kernels.errors import DeviceError
 from infer.kernels.gpu.native import DEFAULT, Library, library
+from infer.kernels.gpu.native.library import MatrixShape
 
 # OpenGL is never a choice: it lacks storage bindings, f16 and subgroups, and lists adapters twice.
 _BACKENDS = ("Vulkan", "Metal", "D3D12")
@@ -35,7 +36,7 @@ class AdapterInfo:
 
     index is its place in `list_adapters()`; kind is "discrete", "integrated", "other" or
     "software"; features and limits are named as in WebGPU. webgpu is the name of the library that
-    opens it.
+    opens it, matrices what that multiplies at once by subgroups.
     """
 
     index: int
@@ -46,6 +47,7 @@ class AdapterInfo:
     features: frozenset[str]
     limits: dict[str, int]
     webgpu: str = DEFAULT
+    matrices: tuple[MatrixShape, ...] = ()
     handle: Any = field(repr=False, compare=False, default=None)
 
     def __str__(self) -> str:
@@ -80,6 +82,7 @@ def list_adapters() -> list[AdapterInfo]:
             features=webgpu.features(handle),
             limits=dict(handle.limits),
             webgpu=webgpu.name,
+            matrices=webgpu.matrices(handle),
             handle=handle,
         )
         for index, (_, _, handle, kind) in enumerate(found)

@@ -23,6 +23,7 @@ from infer.kernels.errors import (
 from infer.kernels.gpu.adapters import AdapterInfo, check_process, choose_adapter, is_forked
 from infer.kernels.gpu.multiprocessors import multiprocessors
 from infer.kernels.gpu.native import NativeDevice, library
+from infer.kernels.gpu.native.library import MATRICES, MatrixShape
 from infer.kernels.gpu.shader import KernelSpec, Shader, render
 
 _USAGE = {
@@ -46,7 +47,7 @@ _LIMITS = (
 _CHOSEN = {"intel": (8, 16, 32), "amd": (32, 64), "radeon": (32, 64)}
 
 
-_SWITCHES = ("subgroups", "f16", "bounds_checks")
+_SWITCHES = ("subgroups", "f16", "matrices", "bounds_checks")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Settings:
 
     subgroups: bool = True
     f16: bool = True
+    matrices: bool = True
     max_binding: int | None = None
     workgroup_storage: int | None = None
     max_invocations: int | None = None
@@ -150,6 +152,10 @@ class Device:
         features = [name for name, use in wanted.items() if use and name in adapter.features]
         if "timestamp-query" in adapter.features:
             features.append("timestamp-query")
+        needed = {"subgroups", "shader-f16"} <= set(features)
+        self.matrices = adapter.matrices if needed and self.settings.matrices else ()
+        if self.matrices:
+            features.append(MATRICES)
         check_process()
         try:
             with enough_threads():
@@ -537,6 +543,7 @@ class DryDevice(Device):
     def __init__(self, limits: Limits, adapter: AdapterInfo | None = None) -> None:
         self.limits, self.settings, self.closed = limits, Settings(), False
         self.subgroups, self.subgroup_size, self.largest_subgroup = True, 32, 32
+        self.matrices: tuple[MatrixShape, ...] = () if adapter is None else adapter.matrices
         self.software = adapter is not None and adapter.kind == "software"
         self.multiprocessors = multiprocessors(adapter)
         self.allocated = 0

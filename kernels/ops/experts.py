@@ -296,7 +296,7 @@ class _Experts(Projection):
                 "matmul_int8" if self.int8 else "matmul",
                 [*multiplied(shard, inputs), result, *self.biases, *routing.tile_operands],
                 lambda rows, kv_len: (x, routing.tiles(tile.rows, rows), 1),
-                tile_params(low, weight, tile, self.int8)
+                tile_params(low, weight, tile)
                 | self._of_shard(shard)
                 | {"GROUPED": True, "X_SLOTS": x_slots, "GATED": gated, "ACTIVATION": function}
                 | {"BIAS": self.bias is not None, "N": n, "Y_STRIDE": stride(n)},

@@ -144,7 +144,7 @@ class HeadLinear(Maker):
                 "matmul",
                 [*multiplied(shard, [x]), self],
                 tile_grid(-(-n // tile.columns), tile.rows, count),
-                tile_params(low, weight, tile, int8=False)
+                tile_params(low, weight, tile)
                 | {
                     "N": n,
                     "START": first * y_head + self.kept,

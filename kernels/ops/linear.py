@@ -23,6 +23,7 @@ from infer.kernels.gpu.tensor import (
     Shard,
 )
 from infer.kernels.ops.matmul_lanes import LanesShape, LanesVariant, matmul_lanes_variant
+from infer.kernels.ops.matmul_matrix import X_SCALES, MatrixVariant, matmul_matrix_variant
 from infer.kernels.ops.matmul_rows import RowsVariant, by_rows, chosen_variant, emit_rows
 from infer.kernels.ops.prepared import Form, Maker, Norm, Prepared
 
@@ -93,7 +94,7 @@ class Projection(Maker):
         if offset:
             raise ValueError("a projection reads whole rows")
         inputs: list[Operand] = [x]
-        scaled = self.prepared is not None and not self.int8
+        scaled = self.prepared is not None and not self.prepared.scales
         if self.prepared is not None:
             inputs = [*inputs, *self.prepared.operands] if scaled else self.prepared.operands
         elif self.norm is not None:
@@ -118,8 +119,16 @@ def multiplied(shard: Shard, inputs: Sequence[Operand]) -> list[Operand]:
     return [shard.buffer, inputs[0], *scales, *inputs[1:]]
 
 
-def tile_params(low: Lowering, weight: GpuTensor, tile: TileVariant, int8: bool) -> dict[str, Any]:
-    """Of matmul or matmul_int8: whole rows of x, those of the step, and no epilogue."""
+def _has_room_for_splits(target: Target, rows: int, n: int) -> bool:
+    """Whether the sums of all workgroups that may share columns fit in a binding."""
+    return _MOST_SPLITS * 4 * padded_rows(rows) * stride(n) <= target.device.limits.max_binding
+
+
+def tile_params(
+    low: Lowering, weight: GpuTensor, tile: TileVariant | MatrixVariant
+) -> dict[str, Any]:
+    """Of matmul, matmul_int8 or matmul_matrix: whole rows of x, those of the step, and no
+    epilogue."""
     k = weight.shape[1]
     common: dict[str, Any] = {
         "WEIGHT": weight.dtype,
@@ -134,7 +143,7 @@ def tile_params(low: Lowering, weight: GpuTensor, tile: TileVariant, int8: bool)
     }
     common |= {"GROUPED": False, "X_SLOTS": 1, "FIRST_EXPERT": 0, "SHARD_EXPERTS": 0}
     common |= weight.grouping.params | tile.params
-    if int8:
+    if isinstance(tile, Int8TileVariant | MatrixVariant):
         return common
     heads = {"X_OFFSET": 0, "X_HEAD": 0, "Y_HEAD": 0}
     # Loops of 4 in one over tiles of 16 columns compile sooner, but allow no rows beyond 174,000.
@@ -172,6 +181,8 @@ class Linear(Projection):
         return self.activation == "none" and all(item is None for item in later)
 
     def x_scales(self, target: Target) -> str:
+        if self._matrix_variant(target) is not None:
+            return X_SCALES
         if self.int8 and self._rows_variant(target) is not None:
             return "rows"
         if self.int8 and self._lanes_variant(target) is not None:
@@ -207,6 +218,17 @@ class Linear(Projection):
             return None
         shape = LanesShape(target.rows(self), self.weight.dtype)
         return target.tuning.choose(matmul_lanes_variant, shape)
+
+    def _matrix_variant(self, target: Target) -> MatrixVariant | None:
+        """The variant for the largest shard; None where it is not multiplied by matrices."""
+        plain = self.gate is None and self.factors is None and self.norm is None
+        if target.vec(self) or not plain or target.kind.invariant:
+            return None
+        if self._rows_variant(target) is not None or self._lanes_variant(target) is not None:
+            return None
+        rows, (_, k), shard = target.rows(self), self.weight.shape, self.weight.shards[0]
+        splits = _has_room_for_splits(target, rows, shard.rows) and not self.gated
+        return target.tuning.choose(matmul_matrix_variant, rows, shard.rows, k, splits)
 
     def lower(self, low: Lowering) -> None:
         rows = low.rows(self)
@@ -256,24 +278,27 @@ class Linear(Projection):
         params: dict[str, Any],
     ) -> None:
         weight, k = self.weight, self.weight.shape[1]
+        matrix = self._matrix_variant(low)
         for shard in weight.shards:
             n = shard.rows
             sums = 4 * padded_rows(rows) * stride(n)
-            room = _MOST_SPLITS * sums <= low.device.limits.max_binding
-            sizes = rows, n, k, room and not self.gated
-            tile = (
-                low.tuning.choose(matmul_int8_variant, *sizes, weight.dtype)
-                if self.int8
-                else low.tuning.choose(matmul_variant, *sizes, 1)
-            )
-            own = tile_params(low, weight, tile, self.int8) | params | {"START": shard.start}
+            sizes = rows, n, k, _has_room_for_splits(low, rows, n) and not self.gated
+            tile: TileVariant | MatrixVariant
+            if matrix is not None:
+                tile, kernel = matrix, "matmul_matrix"
+            elif self.int8:
+                tile = low.tuning.choose(matmul_int8_variant, *sizes, weight.dtype)
+                kernel = "matmul_int8"
+            else:
+                tile, kernel = low.tuning.choose(matmul_variant, *sizes, 1), "matmul"
+            own = tile_params(low, weight, tile) | params | {"START": shard.start}
             written = list(rest)
             if tile.splits > 1:
                 own |= {"BIAS": False, "RESIDUAL": False, "ACTIVATION": "none", "SCALE": 1.0}
                 own |= {"START": 0, "Y_STRIDE": stride(n), "SPLIT_ROWS": padded_rows(rows)}
                 written = [Scratch(tile.splits * sums)]
             low.emit(
-                "matmul_int8" if self.int8 else "matmul",
+                kernel,
                 [*multiplied(shard, inputs), *written],
                 tile_grid(-(-n // tile.columns), tile.rows, tile.splits),
                 own | {"N": n // 2 if self.gated else n, "GATED": self.gated},

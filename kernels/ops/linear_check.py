@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from infer.kernels.checks.arrays import Array
+from infer.kernels.checks.arrays import Array, rounded
 from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome
 from infer.kernels.checks.forward import Floats
 from infer.kernels.checks.inputs import (
@@ -25,6 +25,7 @@ from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.compiler.tuning import Call, Tuning, Variant
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.native.library import MatrixShape
 from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.tensor import QUANTIZED, Grouping
 from infer.kernels.ops.elementwise import Activation
@@ -32,6 +33,7 @@ from infer.kernels.ops.elementwise_check import ACTIVATIONS
 from infer.kernels.ops.head_linear import HeadLinear
 from infer.kernels.ops.linear import Linear
 from infer.kernels.ops.matmul_lanes import matmul_lanes_variant
+from infer.kernels.ops.matmul_matrix import MatrixVariant, matmul_matrix_variant
 from infer.kernels.ops.matmul_rows import (
     LEAST_LANES,
     MOST_ROWS,
@@ -85,11 +87,48 @@ def run_matmul_lanes(bench: Bench, x: Array, weight: Array | Codes, **options: A
     return bench.run(_linear(bench, x, weight, **options))
 
 
+def run_matmul_matrix(
+    bench: Bench,
+    x: Array,
+    weight: Array | Codes,
+    variant: MatrixVariant | None = None,
+    **options: Any,
+) -> Floats:
+    """What matmul computes, for more than 8 rows, by matrices of f16: the adapter's own, or
+    emulated ones where it has none, or where the variant says so."""
+    bench.options["tuning"] = ByMatrix(bench.device, variant)
+    return bench.run(_linear(bench, x, weight, **options), plan_rows=TILED)
+
+
+EMULATED = MatrixVariant(MatrixShape(16, 16, 16), 8, 16, 32, 16, 16, 32, emulated=True)
+
+
+class ByMatrix(Tuning):
+    """Takes matmul_matrix for more than 8 rows, of this variant where one is given."""
+
+    def __init__(self, device: Device, variant: MatrixVariant | None = None) -> None:
+        super().__init__(device)
+        self.variant = variant
+
+    def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
+        known: Any = rule
+        never: Mapping[Any, Any] = {few_rows: False, matmul_lanes_variant: None}
+        chosen: Any = never[known] if known in never else rule(self, *call)
+        if known is matmul_matrix_variant:
+            chosen = self.variant or chosen or EMULATED
+        given: Variant = chosen
+        return given
+
+
 class ByVec(Tuning):
     """Takes matmul_vec for 2 to 8 rows, and tiles for more, everywhere."""
 
     def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
-        never: Mapping[Any, Any] = {few_rows: False, matmul_lanes_variant: None}
+        never: Mapping[Any, Any] = {
+            few_rows: False,
+            matmul_lanes_variant: None,
+            matmul_matrix_variant: None,
+        }
         given: Variant = never[rule] if rule in never else rule(self, *call)
         return given
 
@@ -216,6 +255,13 @@ def cases() -> Iterator[Case]:
     ):
         run = partial(_projection, run_matmul_lanes, dtype=dtype, rows=rows, k=331, n=37, form=form)
         yield Case("matmul_lanes", f"{dtype}, {rows} rows, {form}", run)
+    for dtype, (rows, form) in product(
+        FLOATS + QUANTIZED, ((9, "bias gated"), (33, "plain"), (130, "gelu bias residual"))
+    ):
+        run = partial(
+            _projection, run_matmul_matrix, dtype=dtype, rows=rows, k=331, n=37, form=form
+        )
+        yield Case("matmul_matrix", f"{dtype}, {rows} rows, {form}", run)
     kept = product(("bf16",), (1, 3, 40), ("alone", "kept", "half-split", "interleaved"))
     for dtype, rows, form in [*kept, *product(QUANTIZED, (3, 40), ("alone",))]:
         run = partial(_head_linear, dtype=dtype, rows=rows, form=form)
@@ -239,12 +285,15 @@ def _projection(
     activate = ACTIVATIONS[activation or "silu"]
     by_rows = function is run_matmul_rows
     x, expected = activations(bench.rng, rows, k, dtype, many=rows > MAX_VEC_ROWS or by_rows)
-    weight = exact_weight(bench.rng, 2 * n if gated else n, k, dtype)
+    weight = multiplier = exact_weight(bench.rng, 2 * n if gated else n, k, dtype)
+    if function is run_matmul_matrix:  # of what is left of the values in f16
+        x = expected = rounded(bench.random(rows, k), "f16")
+        multiplier = rounded(weight, "f16")
     options: dict[str, Any] = {"dtype": dtype, "gated": gated, "activation": activation}
     if "norm" in form:
         options["norm"] = bench.random(k), EPS
         expected = rmsnorm(x, *options["norm"])
-    expected = matmul(expected, weight)
+    expected = matmul(expected, multiplier)
     if "bias" in form:
         options["bias"] = bench.random(len(weight))
         expected = expected + options["bias"]

@@ -26,7 +26,8 @@ class Norm:
 @dataclass(frozen=True)
 class Form:
     """How projections read an activation: after a norm; as int8, with such scales
-    (quantize_block.wgsl), or, without, as f32; alone: nothing else reads it."""
+    (quantize_block.wgsl), as f16 (half_rows.wgsl), or, without scales, as f32; alone: nothing else
+    reads it."""
 
     norm: Norm | None
     scales: str
@@ -48,6 +49,8 @@ class Form:
 
     def fits(self, maker: Maker, target: Target, bound: int) -> bool:
         """Whether a kernel that binds so many buffers besides can write it."""
+        if self.scales == "f16":
+            return False
         if self.bindings + bound > target.device.limits.storage_buffers:
             return False
         if self.norm is not None and self.norm.of_logits and not target.kind.single:
@@ -81,9 +84,13 @@ class Prepared(Value):
         self.part = self.part or self.x.width
         rows = padded_rows(self.rows) if self.parts == 1 else self.rows * self.parts
         blocks = -(-self.part // BLOCK) * rows
-        int8: list[Operand] = [Scratch(blocks * BLOCK), Scratch(blocks * 16)]
-        floats: list[Operand] = [Scratch(4 * self.rows * stride(self.part))]
-        self.operands = int8 if self.scales else floats
+        if self.scales == "f16":
+            rows = padded_rows(self.rows)
+            self.operands = [Scratch(rows * -(-self.part // 64) * 128), Scratch(4 * rows)]
+        elif self.scales:
+            self.operands = [Scratch(blocks * BLOCK), Scratch(blocks * 16)]
+        else:
+            self.operands = [Scratch(4 * self.rows * stride(self.part))]
         return self.x.width
 
     @property
@@ -101,6 +108,21 @@ class Prepared(Value):
             return
         x = low.source(self.x)[0]
         order = [] if self.order is None else [self.order]
+        if self.scales == "f16":
+            low.emit(
+                "half_rows",
+                (x, *self.operands, *order),
+                low.row_grid(self, 1),
+                {
+                    "K": self.part,
+                    "X_STRIDE": stride(self.part),
+                    "ORDER": self.order is not None,
+                    "WG": low.tuning.workgroup(self.part),
+                    "SUBGROUPS": low.device.subgroups,
+                },
+                moved=lambda rows, kv_len: 6 * rows * self.part,
+            )
+            return
         groups, parts = -(-self.part // (8 * BLOCK)), self.parts
         low.emit(
             "quantize",

@@ -14,9 +14,11 @@ from wgpudawn.backends.dawn import _api, _helpers, extras, gpu, lib_version_info
 from wgpudawn.backends.dawn._ffi import c_callback, callbacks, ffi, lib
 
 from infer.kernels.gpu.native.library import (
+    MATRICES,
     READ,
     BufferMapping,
     Library,
+    MatrixShape,
     NativeDevice,
     pointer,
 )
@@ -26,6 +28,7 @@ _ALWAYS = ("allow_unsafe_apis", "vulkan_enable_f16_on_nvidia")
 # Switches of a device, on and off: no checks of every access to memory; exact timestamps.
 _FAST = ("disable_robustness",)
 _SLOW = ("timestamp_quantization",)
+_OWN_NAMES = {MATRICES: "chromium-experimental-subgroup-matrix"}
 # Always asked for: without it no two threads may call Dawn at once.
 _THREADS = "implicit-device-synchronization"
 # Nanoseconds after which a wait lets Python look for Ctrl-C.
@@ -89,7 +92,17 @@ class Dawn(Library):
         return found
 
     def features(self, adapter: Any) -> frozenset[str]:
-        return frozenset(adapter.features)
+        names = {own: name for name, own in _OWN_NAMES.items()}
+        return frozenset(names.get(each, each) for each in adapter.features)
+
+    def matrices(self, adapter: Any) -> tuple[MatrixShape, ...]:
+        if MATRICES not in self.features(adapter):
+            return ()
+        return tuple(
+            MatrixShape(each["m"], each["n"], each["k"])
+            for each in extras.get_adapter_properties(adapter).get("subgroup_matrix_configs", ())
+            if (each["component_type"], each["result_component_type"]) == ("f16", "f32")
+        )
 
     def open(
         self,
@@ -102,12 +115,12 @@ class Dawn(Library):
         # An adapter makes one device and no more, so a new handle of it is opened.
         handle = extras.request_device_sync(
             self.adapters()[self._places[adapter]],
-            required_features=[*features, _THREADS],
+            required_features=[*(_OWN_NAMES.get(each, each) for each in features), _THREADS],
             required_limits=dict(limits),
             enable_toggles=() if bounds_checks else _FAST,
             disable_toggles=_SLOW,
         )
-        return _Device(self, handle, "subgroups" in features)
+        return _Device(self, handle, features)
 
     def forget(self) -> None:
         _api.libf = None  # without it the package releases nothing
@@ -175,12 +188,15 @@ class _Device(NativeDevice):
     lib, ffi = lib, ffi
     timestamp_period = 1e-9
 
-    def __init__(self, library: Library, handle: Any, subgroups: bool) -> None:
+    def __init__(self, library: Library, handle: Any, features: Sequence[str]) -> None:
         super().__init__(library, handle)
-        # Tint wants subgroups declared, and takes a branch that is uniform in fact for one that
+        # Tint wants subgroups declared, and takes branches that are uniform in fact for such as
         # may not be.
-        words = "enable subgroups; diagnostic(off, subgroup_uniformity);"
-        self._prelude = words if subgroups else ""
+        words = {
+            "subgroups": "enable subgroups; diagnostic(off, subgroup_uniformity);",
+            MATRICES: "diagnostic(off, chromium.subgroup_matrix_uniformity);",
+        }
+        self._prelude = " ".join(words[name] for name in features if name in words)
         self._done = ffi.new("WGPUQueueWorkDoneCallbackInfo *")
         self._done.mode = lib.WGPUCallbackMode_WaitAnyOnly
         self._done.callback = c_callback("WGPUQueueWorkDoneCallback")

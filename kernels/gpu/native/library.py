@@ -15,8 +15,18 @@ from typing import Any, NamedTuple
 Size = tuple[int, int, int]  # workgroups of a dispatch
 NOTHING: Size = (0, 0, 0)  # the size of a dispatch that a step does not need: it is not recorded
 
+MATRICES = "subgroup-matrices"  # a feature that WebGPU has no name for yet
+
 READ, WRITE = 1, 2
 """What a buffer is mapped for, by WebGPU's numbers."""
+
+
+class MatrixShape(NamedTuple):
+    """Matrices that a subgroup multiplies at once: [m, k] times [k, n], f16 with sums in f32."""
+
+    m: int
+    n: int
+    k: int
 
 
 class Item(NamedTuple):
@@ -67,6 +77,10 @@ class Library(ABC):
     def features(self, adapter: Any) -> frozenset[str]:
         """What an adapter offers, by WebGPU's names."""
 
+    def matrices(self, adapter: Any) -> tuple[MatrixShape, ...]:
+        """The matrices that an adapter multiplies, where the library offers them."""
+        return ()
+
     @abstractmethod
     def open(
         self,
@@ -76,8 +90,9 @@ class Library(ABC):
         *,
         bounds_checks: bool,
     ) -> NativeDevice:
-        """Open an adapter. features and limits are required, by WebGPU's names. bounds_checks:
-        whether kernels are compiled with the library's own run-time checks. Raises RuntimeError."""
+        """Open an adapter. features and limits are required, by WebGPU's names, and
+        MATRICES. bounds_checks: whether kernels are compiled with the library's own run-time
+        checks. Raises RuntimeError."""
 
     @abstractmethod
     def forget(self) -> None:

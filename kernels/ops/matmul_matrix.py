@@ -1,0 +1,118 @@
+"""matmul_matrix: projections of many rows by small matrices, on tensor cores if there are any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from infer.kernels.compiler.tuning import Tuning
+from infer.kernels.gpu.native.library import MatrixShape
+
+X_SCALES = "f16"
+"""The form of activations that the kernel reads: f16, with an f32 scale for each row."""
+
+_PADDING = 16  # bytes between the rows of a tile, against bank conflicts
+_MOST_SPLITS = 8  # of a matrix' columns
+_SPLIT_COLUMNS = 512  # at the least
+
+
+@dataclass(frozen=True)
+class MatrixVariant:
+    """matmul_matrix: the small matrices, the lanes of a subgroup, rows and columns of a workgroup's
+    tile and of a subgroup's part of it, columns of x that are multiplied at a time, and workgroups
+    that share the columns. emulated: without the adapter's own matrices."""
+
+    shape: MatrixShape
+    lanes: int
+    rows: int
+    columns: int
+    sub_rows: int
+    sub_columns: int
+    depth: int = 64
+    splits: int = 1
+    emulated: bool = False
+
+    @property
+    def invocations(self) -> int:
+        """Of a workgroup."""
+        return self.rows // self.sub_rows * (self.columns // self.sub_columns) * self.lanes
+
+    @property
+    def storage(self) -> int:
+        """Bytes of workgroup memory: tiles of x and W, or later sums; and a table of codes."""
+        tiles = (self.rows + self.columns) * (2 * self.depth + _PADDING)
+        sums = self.rows // self.sub_rows * self.shape.m * (4 * self.columns + _PADDING)
+        return max(tiles, sums) + 1024
+
+    def runs(self, tuning: Tuning) -> bool:
+        """Whether a device has room for it."""
+        limits = tuning.limits
+        return (
+            self.invocations <= limits.max_invocations
+            and self.storage <= limits.workgroup_storage
+            and (self.emulated or self.invocations % max(1, tuning.largest_subgroup) == 0)
+        )
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The kernel's."""
+        return {
+            "MATRIX": "emulated" if self.emulated else "subgroup",
+            "MATRIX_M": self.shape.m,
+            "MATRIX_N": self.shape.n,
+            "MATRIX_K": self.shape.k,
+            "LANES": self.lanes,
+            "ROWS": self.rows,
+            "COLUMNS": self.columns,
+            "DEPTH": self.depth,
+            "SUB_ROWS": self.sub_rows,
+            "SUB_COLUMNS": self.sub_columns,
+            "SPLITS": self.splits,
+        }
+
+
+def matmul_matrix_variant(
+    tuning: Tuning, rows: int, n: int, k: int, splits: bool
+) -> MatrixVariant | None:
+    """None where the adapter has no such matrices. Otherwise the tile that scripts and sweeps found
+    best on a large GPU; with splits, columns may be shared where there are too few tiles."""
+    shape = matrix_shape(tuning)
+    if shape is None:
+        return None
+    # rows, columns of a tile; rows, columns of a subgroup
+    tiles: tuple[tuple[int, int, int, int], ...]
+    tiles = ((128, 128, 64, 64), (64, 128, 32, 64), (64, 64, 32, 32))
+    if rows <= 16:
+        tiles = ((16, 64, 16, 16),)
+    elif rows <= 32:
+        tiles = ((32, 128, 32, 32), (32, 64, 32, 16))
+    elif rows <= 64:
+        tiles = ((64, 128, 32, 64), (64, 64, 32, 32))
+    fitting = [
+        variant
+        for tile in tiles
+        for variant in (MatrixVariant(shape, tuning.subgroup_size, *tile),)
+        if variant.runs(tuning)
+    ]
+    if not fitting:
+        return None
+    # The largest tile of which there are enough to fill the GPU, else the one with most of them.
+    for variant in fitting:
+        count = -(-rows // variant.rows) * -(-n // variant.columns)
+        if count >= tuning.multiprocessors:
+            return variant
+    variant = fitting[-1]
+    count = -(-rows // variant.rows) * -(-n // variant.columns)
+    if splits:
+        most = min(_MOST_SPLITS, k // _SPLIT_COLUMNS, tuning.multiprocessors // count)
+        variant = replace(variant, splits=max(1, 1 << most.bit_length() >> 1))
+    return variant
+
+
+def matrix_shape(tuning: Tuning) -> MatrixShape | None:
+    """Which of the adapter's matrices of f16 with sums in f32 are used: the largest."""
+    size = tuning.subgroup_size
+    if not size or size != tuning.largest_subgroup:
+        return None
+    shapes = [each for each in tuning.matrices if each.m <= 16 and each.n <= 16 and each.k <= 16]
+    return max(shapes, key=lambda each: each.m * each.n * each.k, default=None)

@@ -1,0 +1,222 @@
+// y = epilogue(x W^T) for many rows of x, as matmul.wgsl, by small matrices of f16 (matrix.wgsl): x is [rows][K]
+// in f16, each row with an f32 scale (half_rows.wgsl), and W becomes f16 on its way into workgroup memory. Sums
+// are f32.
+//
+// A workgroup has ROWS rows of x times COLUMNS rows of W, and each of its subgroups SUB_ROWS x SUB_COLUMNS of
+// these sums, in registers. DEPTH columns go through workgroup memory at a time, while the next ones are on
+// their way into registers.
+#include "weight_group.wgsl"
+#let EPILOGUE = 4 + SCALES_BOUND
+#include "matmul_outputs.wgsl"
+#include "epilogue.wgsl"
+#include "matrix.wgsl"
+// @param ROWS u32                multiples of SUB_ROWS, SUB_COLUMNS and 32
+// @param COLUMNS u32
+// @param DEPTH u32
+// @param SUB_ROWS u32            multiples of MATRIX_M, MATRIX_N and MATRIX_K
+// @param SUB_COLUMNS u32
+@group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
+@group(0) @binding(1) var<storage, read> x: array<vec4<u32>>;  // rows up to a multiple of the tile
+#if SCALES_BOUND
+@group(0) @binding(2) var<storage, read> scales: array<u32>;
+#endif
+@group(0) @binding($(2 + SCALES_BOUND)) var<storage, read> x_scales: array<f32>;
+@group(0) @binding($(3 + SCALES_BOUND)) var<storage, read_write> y: array<f32>;
+
+#let SIZE = ROWS / SUB_ROWS * COLUMNS / SUB_COLUMNS * LANES
+#let M_MATRICES = SUB_ROWS / MATRIX_M
+#let N_MATRICES = SUB_COLUMNS / MATRIX_N
+// What is loaded at once: eight columns, or, of integers, a block of them.
+#let BY_BLOCK = SCALES_BOUND and not CODES
+#let UNIT = 8 + 24 * BY_BLOCK
+#let UNITS = DEPTH / UNIT
+#let X_LOADS = (ROWS * DEPTH / 8 + SIZE - 1) / SIZE
+#let W_LOADS = (COLUMNS * UNITS + SIZE - 1) / SIZE
+const OUTPUTS = COLUMNS / $(1 + GATED)u;
+const X_ELEMENTS = (K + 63u) / 64u * 8u;  // of a row of x, zeros behind its columns
+const W_UNITS = (K + $(UNIT - 1)u) / $(UNIT)u;  // of a row of W
+const STEPS = (K + DEPTH - 1u) / DEPTH;
+const SPLIT_STEPS = (STEPS + SPLITS - 1u) / SPLITS;
+// The rows of a tile lie an element further apart than they need to: no bank conflicts.
+const POOL_STRIDE = DEPTH / 8u + 1u;
+const W_PLACE = ROWS * POOL_STRIDE;
+// At the end, sums of one matrix from each row of subgroups at a time.
+const SUM_STRIDE = COLUMNS / 4u + 1u;
+const SUM_ROWS = ROWS / SUB_ROWS * MATRIX_M;
+
+var<workgroup> pool: array<vec4<u32>, max((ROWS + COLUMNS) * POOL_STRIDE, SUM_ROWS * SUM_STRIDE)>;
+
+fn packed(low: vec4<f32>, high: vec4<f32>) -> vec4<u32> {
+  return vec4<u32>(
+    pack2x16float(low.xy), pack2x16float(low.zw), pack2x16float(high.xy), pack2x16float(high.zw));
+}
+#if BY_BLOCK
+#let PARTS = 1 + (GROUP_SIZE == 16)  // groups of a block
+
+struct Block {
+  integers: Integers,
+#for p in 0..PARTS
+  scale$p: RawScale,
+#endfor
+}
+
+fn group_of(block: u32, part: u32) -> u32 {
+#if GROUP_SIZE == 16
+  return min(2u * block + part, GROUPS - 1u);
+#else
+  return block / (GROUP_SIZE / 32u);
+#endif
+}
+
+fn eight(integers: vec2<u32>, scale: vec2<f32>) -> vec4<u32> {
+  return packed(
+    INT8_UNIT * scale.x * vec4<f32>(unpack4xI8(integers.x)) + scale.y,
+    INT8_UNIT * scale.x * vec4<f32>(unpack4xI8(integers.y)) + scale.y);
+}
+#endif
+
+// grid (N / OUTPUTS, rows / ROWS, SPLITS); GROUPED: (N / OUTPUTS, tiles)
+@compute @workgroup_size($(SIZE))
+fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
+  fill_tables(tid, $(SIZE)u);
+  let first_row = id.y * ROWS;
+  let first_output = id.x * OUTPUTS;
+#if GROUPED
+  if (!in_shard(tile_experts[id.y])) {
+    return;
+  }
+  let expert_row = (tile_experts[id.y] - FIRST_EXPERT) * N * $(1 + GATED)u;
+#else
+  let expert_row = 0u;
+#endif
+#if BIAS
+  let first_bias = expert_row + FIRST_EXPERT * N * $(1 + GATED)u;  // all shards share one
+#else
+  let first_bias = 0u;
+#endif
+  let lane = tid % LANES;
+  let subgroup_row = tid / LANES / (COLUMNS / SUB_COLUMNS);
+  let subgroup_column = tid / LANES % (COLUMNS / SUB_COLUMNS);
+
+#for i in 0..M_MATRICES
+#for j in 0..N_MATRICES
+  var sum$i_$j = Sum();
+#endfor
+#endfor
+
+#for l in 0..X_LOADS
+  let x_at$l = min(tid + $(SIZE)u * $lu, ROWS * DEPTH / 8u - 1u);
+  let x_row$l = x_at$l / (DEPTH / 8u);
+  let x_column$l = x_at$l % (DEPTH / 8u);
+  let x_from$l = x_row(first_row + x_row$l) * X_ELEMENTS;
+  var x_next$l = vec4<u32>();
+#endfor
+#for l in 0..W_LOADS
+  let w_at$l = min(tid + $(SIZE)u * $lu, COLUMNS * $(UNITS)u - 1u);
+  let w_row$l = w_at$l / $(UNITS)u;
+  let w_unit$l = w_at$l % $(UNITS)u;
+  let w_from$l = expert_row + weight_row(first_output, w_row$l);
+#if BY_BLOCK
+  var w_next$l = Block();
+#else
+  var w_next$l = Stored();
+#endif
+#endfor
+
+  let start = id.z * SPLIT_STEPS;
+  let end = min(start + SPLIT_STEPS, STEPS);
+  for (var t = start; t <= end; t++) {
+    // Columns of step t come while those of step t - 1 are multiplied.
+    if (t < end) {
+#for l in 0..X_LOADS
+      x_next$l = x[x_from$l + min(t * (DEPTH / 8u) + x_column$l, X_ELEMENTS - 1u)];
+#endfor
+#for l in 0..W_LOADS
+      let unit$l = min(t * $(UNITS)u + w_unit$l, W_UNITS - 1u);
+#if BY_BLOCK
+      w_next$l.integers = load_integers(w_from$l, unit$l);
+#for p in 0..PARTS
+      w_next$l.scale$p = load_scale(w_from$l, group_of(unit$l, $pu));
+#endfor
+#else
+      w_next$l = load_stored(w_from$l, unit$l);
+#endif
+#endfor
+    }
+    if (t > start) {
+#for k in 0..DEPTH / MATRIX_K
+#for i in 0..M_MATRICES
+      let left$k_$i = load_left(
+        (subgroup_row * SUB_ROWS + $iu * MATRIX_M) * POOL_STRIDE + $ku * (MATRIX_K / 8u));
+#endfor
+#for j in 0..N_MATRICES
+      let right$k_$j = load_right(
+        W_PLACE + (subgroup_column * SUB_COLUMNS + $ju * MATRIX_N) * POOL_STRIDE
+          + $ku * (MATRIX_K / 8u));
+#for i in 0..M_MATRICES
+      sum$i_$j = multiply(left$k_$i, right$k_$j, sum$i_$j, lane);
+#endfor
+#endfor
+#endfor
+    }
+    workgroupBarrier();
+    if (t < end) {
+#for l in 0..X_LOADS
+      // Beyond the columns of x there are none of the next row, whose product would count.
+      let inside$l = t * (DEPTH / 8u) + x_column$l < X_ELEMENTS;
+      pool[x_row$l * POOL_STRIDE + x_column$l] = select(vec4<u32>(), x_next$l, inside$l);
+#endfor
+#for l in 0..W_LOADS
+      {
+        let unit = min(t * $(UNITS)u + w_unit$l, W_UNITS - 1u);
+        let place = W_PLACE + w_row$l * POOL_STRIDE + w_unit$l * $(UNIT / 8)u;
+#if BY_BLOCK
+#for p in 0..PARTS
+        let scale$p = widen_scale(w_next$l.scale$p, group_of(unit, $pu));
+#endfor
+        let low = low_int8(w_next$l.integers);
+        let high = high_int8(w_next$l.integers);
+        pool[place] = eight(low.xy, scale0);
+        pool[place + 1u] = eight(low.zw, scale0);
+        pool[place + 2u] = eight(high.xy, scale$(PARTS - 1));
+        pool[place + 3u] = eight(high.zw, scale$(PARTS - 1));
+#else
+        let wide = widen_group(w_next$l, unit);
+        pool[place] = packed(wide[0], wide[1]);
+#endif
+      }
+#endfor
+    }
+    workgroupBarrier();
+  }
+
+#for i in 0..M_MATRICES
+#for j in 0..N_MATRICES
+  store_sum(
+    subgroup_row * MATRIX_M * SUM_STRIDE + (subgroup_column * SUB_COLUMNS + $ju * MATRIX_N) / 4u,
+    sum$i_$j, lane);
+#endfor
+  workgroupBarrier();
+  for (var at = tid; at < SUM_ROWS * OUTPUTS; at += $(SIZE)u) {
+    let sum_row = at / OUTPUTS;
+    let output = at % OUTPUTS;
+    let row = first_row + sum_row / MATRIX_M * SUB_ROWS + $iu * MATRIX_M + sum_row % MATRIX_M;
+    let y_at = y_row(row);
+    if (first_output + output < N && is_written(y_at)) {
+      let scale = x_scales[x_row(row)];
+      let place = sum_row * SUM_STRIDE;
+      let sum = scale * bitcast<vec4<f32>>(pool[place + output / 4u])[output % 4u];
+#if GATED
+      let up_at = OUTPUTS + output;
+      let up = scale * bitcast<vec4<f32>>(pool[place + up_at / 4u])[up_at % 4u];
+#else
+      let up = 0.0;
+#endif
+      let n = START + first_output + output;
+      let out = (id.z * SPLIT_ROWS + y_at) * Y_STRIDE + n;
+      y[out] = epilogue(sum, up, first_bias + n, out);
+    }
+  }
+  workgroupBarrier();
+#endfor
+}
