@@ -30,8 +30,13 @@
 #let BY_BLOCK = SCALES_BOUND and not CODES
 #let UNIT = 8 + 24 * BY_BLOCK
 #let UNITS = DEPTH / UNIT
-#let X_LOADS = (ROWS * DEPTH / 8 + SIZE - 1) / SIZE
-#let W_LOADS = (COLUMNS * UNITS + SIZE - 1) / SIZE
+// An invocation loads the same columns of several rows, so far apart that its places differ by constants:
+// those of each row by itself would take too many registers.
+#let X_STEP = SIZE * 8 / DEPTH
+#let W_STEP = SIZE / UNITS
+#let X_LOADS = (ROWS + X_STEP - 1) / X_STEP
+#let W_LOADS = (COLUMNS + W_STEP - 1) / W_STEP
+#let WHOLE_TILES = N % (COLUMNS / (1 + GATED)) == 0
 const OUTPUTS = COLUMNS / $(1 + GATED)u;
 const X_ELEMENTS = (K + 63u) / 64u * 8u;  // of a row of x, zeros behind its columns
 const W_UNITS = (K + $(UNIT - 1)u) / $(UNIT)u;  // of a row of W
@@ -75,6 +80,15 @@ fn eight(integers: vec2<u32>, scale: vec2<f32>) -> vec4<u32> {
 }
 #endif
 
+// What of a row of W an invocation loads in step t; the last of it again beyond that.
+fn unit_of(t: u32, unit: u32) -> u32 {
+#if K % DEPTH == 0
+  return t * $(UNITS)u + unit;
+#else
+  return min(t * $(UNITS)u + unit, W_UNITS - 1u);
+#endif
+}
+
 // grid (N / OUTPUTS, rows / ROWS, SPLITS); GROUPED: (N / OUTPUTS, tiles)
 @compute @workgroup_size($(SIZE))
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
@@ -104,18 +118,26 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endfor
 #endfor
 
+  let x_row0 = tid / (DEPTH / 8u);
+  let x_column = tid % (DEPTH / 8u);
 #for l in 0..X_LOADS
-  let x_at$l = min(tid + $(SIZE)u * $lu, ROWS * DEPTH / 8u - 1u);
-  let x_row$l = x_at$l / (DEPTH / 8u);
-  let x_column$l = x_at$l % (DEPTH / 8u);
-  let x_from$l = x_row(first_row + x_row$l) * X_ELEMENTS;
+#if GROUPED
+  let x_from$l = x_row(first_row + min(x_row0 + $($l * X_STEP)u, ROWS - 1u)) * X_ELEMENTS;
+#else
+  let x_from$l = (first_row + x_row0) * X_ELEMENTS + $($l * X_STEP)u * X_ELEMENTS;
+#endif
   var x_next$l = vec4<u32>();
 #endfor
+  let w_row0 = tid / $(UNITS)u;
+  let w_unit = tid % $(UNITS)u;
 #for l in 0..W_LOADS
-  let w_at$l = min(tid + $(SIZE)u * $lu, COLUMNS * $(UNITS)u - 1u);
-  let w_row$l = w_at$l / $(UNITS)u;
-  let w_unit$l = w_at$l % $(UNITS)u;
-  let w_from$l = expert_row + weight_row(first_output, w_row$l);
+#if not WHOLE_TILES or COLUMNS % W_STEP != 0 or (GATED and COLUMNS / 2 % W_STEP != 0)
+  let w_from$l = expert_row + weight_row(first_output, w_row0 + $($l * W_STEP)u);
+#elif GATED and $l * W_STEP >= COLUMNS / 2
+  let w_from$l = expert_row + first_output + w_row0 + ($($l * W_STEP)u - OUTPUTS + N);
+#else
+  let w_from$l = expert_row + first_output + w_row0 + $($l * W_STEP)u;
+#endif
 #if BY_BLOCK
   var w_next$l = Block();
 #else
@@ -129,17 +151,21 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     // Columns of step t come while those of step t - 1 are multiplied.
     if (t < end) {
 #for l in 0..X_LOADS
-      x_next$l = x[x_from$l + min(t * (DEPTH / 8u) + x_column$l, X_ELEMENTS - 1u)];
+#if K % DEPTH == 0
+      x_next$l = x[x_from$l + t * (DEPTH / 8u) + x_column];
+#else
+      x_next$l = x[x_from$l + min(t * (DEPTH / 8u) + x_column, X_ELEMENTS - 1u)];
+#endif
 #endfor
+      let unit = unit_of(t, w_unit);
 #for l in 0..W_LOADS
-      let unit$l = min(t * $(UNITS)u + w_unit$l, W_UNITS - 1u);
 #if BY_BLOCK
-      w_next$l.integers = load_integers(w_from$l, unit$l);
+      w_next$l.integers = load_integers(w_from$l, unit);
 #for p in 0..PARTS
-      w_next$l.scale$p = load_scale(w_from$l, group_of(unit$l, $pu));
+      w_next$l.scale$p = load_scale(w_from$l, group_of(unit, $pu));
 #endfor
 #else
-      w_next$l = load_stored(w_from$l, unit$l);
+      w_next$l = load_stored(w_from$l, unit);
 #endif
 #endfor
     }
@@ -162,14 +188,30 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     workgroupBarrier();
     if (t < end) {
 #for l in 0..X_LOADS
-      // Beyond the columns of x there are none of the next row, whose product would count.
-      let inside$l = t * (DEPTH / 8u) + x_column$l < X_ELEMENTS;
-      pool[x_row$l * POOL_STRIDE + x_column$l] = select(vec4<u32>(), x_next$l, inside$l);
-#endfor
-#for l in 0..W_LOADS
+#if ROWS % X_STEP != 0
+      if (x_row0 + $($l * X_STEP)u < ROWS) {
+#else
       {
-        let unit = min(t * $(UNITS)u + w_unit$l, W_UNITS - 1u);
-        let place = W_PLACE + w_row$l * POOL_STRIDE + w_unit$l * $(UNIT / 8)u;
+#endif
+        let place = (x_row0 + $($l * X_STEP)u) * POOL_STRIDE + x_column;
+#if K % DEPTH == 0
+        pool[place] = x_next$l;
+#else
+        // Beyond the columns of W there are some of its next row.
+        let inside = t * (DEPTH / 8u) + x_column < X_ELEMENTS;
+        pool[place] = select(vec4<u32>(), x_next$l, inside);
+#endif
+      }
+#endfor
+      let unit = unit_of(t, w_unit);
+#for l in 0..W_LOADS
+#if COLUMNS % W_STEP != 0
+      if (w_row0 + $($l * W_STEP)u < COLUMNS) {
+#else
+      {
+#endif
+        let place =
+          W_PLACE + (w_row0 + $($l * W_STEP)u) * POOL_STRIDE + w_unit * $(UNIT / 8)u;
 #if BY_BLOCK
 #for p in 0..PARTS
         let scale$p = widen_scale(w_next$l.scale$p, group_of(unit, $pu));
