@@ -60,8 +60,8 @@ fn packed(low: vec4<f32>, high: vec4<f32>) -> vec4<u32> {
 
 struct Block {
   integers: Integers,
-#for p in 0..PARTS
-  scale$p: RawScale,
+#for q in 0..PARTS
+  scale$q: RawScale,
 #endfor
 }
 
@@ -147,90 +147,93 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 
   let start = id.z * SPLIT_STEPS;
   let end = min(start + SPLIT_STEPS, STEPS);
-  for (var t = start; t <= end; t++) {
-    // Columns of step t come while those of step t - 1 are multiplied.
-    if (t < end) {
-#for l in 0..X_LOADS
-#if K % DEPTH == 0
-      x_next$l = x[x_from$l + t * (DEPTH / 8u) + x_column];
+  // Without conditions around what is held in registers: with them the sums went to memory, and a product took
+  // twice as long.
+#for p in 0..2
+#if $p == 0
+  let next$p = min(start, STEPS - 1u);
 #else
-      x_next$l = x[x_from$l + min(t * (DEPTH / 8u) + x_column, X_ELEMENTS - 1u)];
-#endif
-#endfor
-      let unit = unit_of(t, w_unit);
-#for l in 0..W_LOADS
-#if BY_BLOCK
-      w_next$l.integers = load_integers(w_from$l, unit);
-#for p in 0..PARTS
-      w_next$l.scale$p = load_scale(w_from$l, group_of(unit, $pu));
-#endfor
-#else
-      w_next$l = load_stored(w_from$l, unit);
-#endif
-#endfor
-    }
-    if (t > start) {
-#for k in 0..DEPTH / MATRIX_K
-#for i in 0..M_MATRICES
-      let left$k_$i = load_left(
-        (subgroup_row * SUB_ROWS + $iu * MATRIX_M) * POOL_STRIDE + $ku * (MATRIX_K / 8u));
-#endfor
-#for j in 0..N_MATRICES
-      let right$k_$j = load_right(
-        W_PLACE + (subgroup_column * SUB_COLUMNS + $ju * MATRIX_N) * POOL_STRIDE
-          + $ku * (MATRIX_K / 8u));
-#for i in 0..M_MATRICES
-      sum$i_$j = multiply(left$k_$i, right$k_$j, sum$i_$j, lane);
-#endfor
-#endfor
-#endfor
-    }
+  for (var t = start; t < end; t++) {
     workgroupBarrier();
-    if (t < end) {
 #for l in 0..X_LOADS
 #if ROWS % X_STEP != 0
-      if (x_row0 + $($l * X_STEP)u < ROWS) {
+    if (x_row0 + $($l * X_STEP)u < ROWS) {
 #else
-      {
+    {
 #endif
-        let place = (x_row0 + $($l * X_STEP)u) * POOL_STRIDE + x_column;
+      let place = (x_row0 + $($l * X_STEP)u) * POOL_STRIDE + x_column;
 #if K % DEPTH == 0
-        pool[place] = x_next$l;
+      pool[place] = x_next$l;
 #else
-        // Beyond the columns of W there are some of its next row.
-        let inside = t * (DEPTH / 8u) + x_column < X_ELEMENTS;
-        pool[place] = select(vec4<u32>(), x_next$l, inside);
+      // Beyond the columns of W there are some of its next row.
+      let inside = t * (DEPTH / 8u) + x_column < X_ELEMENTS;
+      pool[place] = select(vec4<u32>(), x_next$l, inside);
 #endif
-      }
+    }
 #endfor
-      let unit = unit_of(t, w_unit);
+    let unit = unit_of(t, w_unit);
 #for l in 0..W_LOADS
 #if COLUMNS % W_STEP != 0
-      if (w_row0 + $($l * W_STEP)u < COLUMNS) {
+    if (w_row0 + $($l * W_STEP)u < COLUMNS) {
 #else
-      {
+    {
 #endif
-        let place =
-          W_PLACE + (w_row0 + $($l * W_STEP)u) * POOL_STRIDE + w_unit * $(UNIT / 8)u;
+      let place =
+        W_PLACE + (w_row0 + $($l * W_STEP)u) * POOL_STRIDE + w_unit * $(UNIT / 8)u;
 #if BY_BLOCK
-#for p in 0..PARTS
-        let scale$p = widen_scale(w_next$l.scale$p, group_of(unit, $pu));
+#for q in 0..PARTS
+      let scale$q = widen_scale(w_next$l.scale$q, group_of(unit, $qu));
 #endfor
-        let low = low_int8(w_next$l.integers);
-        let high = high_int8(w_next$l.integers);
-        pool[place] = eight(low.xy, scale0);
-        pool[place + 1u] = eight(low.zw, scale0);
-        pool[place + 2u] = eight(high.xy, scale$(PARTS - 1));
-        pool[place + 3u] = eight(high.zw, scale$(PARTS - 1));
+      let low = low_int8(w_next$l.integers);
+      let high = high_int8(w_next$l.integers);
+      pool[place] = eight(low.xy, scale0);
+      pool[place + 1u] = eight(low.zw, scale0);
+      pool[place + 2u] = eight(high.xy, scale$(PARTS - 1));
+      pool[place + 3u] = eight(high.zw, scale$(PARTS - 1));
 #else
-        let wide = widen_group(w_next$l, unit);
-        pool[place] = packed(wide[0], wide[1]);
+      let wide = widen_group(w_next$l, unit);
+      pool[place] = packed(wide[0], wide[1]);
 #endif
-      }
-#endfor
     }
+#endfor
     workgroupBarrier();
+    let next$p = min(t + 1u, STEPS - 1u);
+#endif
+#for l in 0..X_LOADS
+#if K % DEPTH == 0
+    x_next$l = x[x_from$l + next$p * (DEPTH / 8u) + x_column];
+#else
+    x_next$l = x[x_from$l + min(next$p * (DEPTH / 8u) + x_column, X_ELEMENTS - 1u)];
+#endif
+#endfor
+    let unit$p = unit_of(next$p, w_unit);
+#for l in 0..W_LOADS
+#if BY_BLOCK
+    w_next$l.integers = load_integers(w_from$l, unit$p);
+#for q in 0..PARTS
+    w_next$l.scale$q = load_scale(w_from$l, group_of(unit$p, $qu));
+#endfor
+#else
+    w_next$l = load_stored(w_from$l, unit$p);
+#endif
+#endfor
+#endfor
+#for k in 0..DEPTH / MATRIX_K
+#for i in 0..M_MATRICES
+    let left$k_$i = load_left(
+      (subgroup_row * SUB_ROWS + $iu * MATRIX_M) * POOL_STRIDE + $ku * (MATRIX_K / 8u));
+#endfor
+#for j in 0..N_MATRICES
+    let right$k_$j = load_right(
+      W_PLACE + (subgroup_column * SUB_COLUMNS + $ju * MATRIX_N) * POOL_STRIDE
+        + $ku * (MATRIX_K / 8u));
+#for i in 0..M_MATRICES
+    sum$i_$j = multiply(left$k_$i, right$k_$j, sum$i_$j, lane);
+#endfor
+#endfor
+#endfor
   }
+  workgroupBarrier();
 
 #for i in 0..M_MATRICES
 #for j in 0..N_MATRICES
