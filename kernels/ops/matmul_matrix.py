@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from infer.kernels.compiler.tuning import Tuning
@@ -14,6 +14,15 @@ X_SCALES = "f16"
 _PADDING = 16  # bytes between the rows of a tile, against bank conflicts
 _MOST_SPLITS = 8  # of a matrix' columns
 _SPLIT_COLUMNS = 512  # at the least
+_START = 128  # columns: what a workgroup waits for before its first product, and its end
+_COMBINE = 3e6  # what a launch of matmul_combine costs, in products of a multiprocessor
+# Rows and columns of a tile and of a subgroup's part of it -> how fast it is where there are many.
+# Of 128 x 128 sums four subgroups have too few registers.
+_TILES = {
+    (128, 128, 32, 64): 1.0,
+    (64, 128, 32, 32): 0.8,
+    (64, 64, 32, 16): 0.6,
+}
 
 
 @dataclass(frozen=True)
@@ -74,39 +83,28 @@ class MatrixVariant:
 def matmul_matrix_variant(
     tuning: Tuning, rows: int, n: int, k: int, splits: bool
 ) -> MatrixVariant | None:
-    """None where the adapter has no such matrices. Otherwise the tile that scripts and sweeps found
-    best on a large GPU; with splits, columns may be shared where there are too few tiles."""
+    """None where the adapter has no such matrices. Otherwise the tile that takes a large GPU the
+    least time: workgroups go in rounds of one for each multiprocessor. splits: whether workgroups
+    may share columns."""
     shape = matrix_shape(tuning)
     if shape is None:
         return None
-    # rows, columns of a tile; rows, columns of a subgroup
-    tiles: tuple[tuple[int, int, int, int], ...]
-    tiles = ((128, 128, 64, 64), (64, 128, 32, 64), (64, 64, 32, 32))
-    if rows <= 16:
-        tiles = ((16, 64, 16, 16),)
-    elif rows <= 32:
-        tiles = ((32, 128, 32, 32), (32, 64, 32, 16))
-    elif rows <= 64:
-        tiles = ((64, 128, 32, 64), (64, 64, 32, 32))
-    fitting = [
-        variant
-        for tile in tiles
-        for variant in (MatrixVariant(shape, tuning.subgroup_size, *tile),)
-        if variant.runs(tuning)
-    ]
-    if not fitting:
-        return None
-    # The largest tile of which there are enough to fill the GPU, else the one with most of them.
-    for variant in fitting:
-        count = -(-rows // variant.rows) * -(-n // variant.columns)
-        if count >= tuning.multiprocessors:
-            return variant
-    variant = fitting[-1]
-    count = -(-rows // variant.rows) * -(-n // variant.columns)
-    if splits:
-        most = min(_MOST_SPLITS, k // _SPLIT_COLUMNS, tuning.multiprocessors // count)
-        variant = replace(variant, splits=max(1, 1 << most.bit_length() >> 1))
-    return variant
+    most = min(_MOST_SPLITS, k // _SPLIT_COLUMNS) if splits else 1
+    speeds = {
+        MatrixVariant(shape, tuning.subgroup_size, *tile, splits=count): speed
+        for tile, speed in _TILES.items()
+        for count in (1, 2, 4, _MOST_SPLITS)
+        if count <= max(1, most)
+    }
+
+    def cost(variant: MatrixVariant) -> float:
+        count = -(-rows // variant.rows) * -(-n // variant.columns) * variant.splits
+        rounds = -(-count // tuning.multiprocessors)
+        columns = k / variant.splits + _START
+        time = rounds * variant.rows * variant.columns * columns / speeds[variant]
+        return time + (_COMBINE + rows * n * (variant.splits + 1) / 4) * (variant.splits > 1)
+
+    return min((each for each in speeds if each.runs(tuning)), key=cost, default=None)
 
 
 def matrix_shape(tuning: Tuning) -> MatrixShape | None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.half_range import check_half_range
 from infer.kernels.gpu.pack import from_bf16, to_bf16
 from infer.kernels.gpu.plan import Dispatch
 from infer.kernels.gpu.quantize import Quantizer
@@ -57,8 +58,9 @@ def load_weights(
     gets bytes done and bytes in all.
 
     Raises CheckpointError for values too large for the dtype or, if quantised, not finite;
-    UnsupportedError for rows that no binding holds; OutOfMemoryError. Whatever is raised, an
-    interrupt too, nothing stays allocated.
+    UnsupportedError for rows that no binding holds, and for values that the device's matrices
+    can't multiply; OutOfMemoryError. Whatever is raised, an interrupt too, nothing stays
+    allocated.
     """
     with allocated_weights(device, plan) as weights:
         allocated(weights)
@@ -82,6 +84,7 @@ def load_weights(
                     if t.then is not None:
                         uploader.run(t.then)
             quantizer.check()
+        check_half_range(device, weights)
         return weights
 
 
