@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from test_kernels import LIMIT, Case, Factors, activated, activation_of, normal
 
-from infer.kernels.checks.arrays import Array, to_gpu
+from infer.kernels.checks.arrays import Array, rounded, to_gpu
 from infer.kernels.checks.bench import EPS
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import activations, exact_weight, grouped, multiplied
@@ -33,12 +33,16 @@ FORMS: Factors = {
 
 
 def projection(
-    rng: np.random.Generator, case: Case, *, many: bool
+    rng: np.random.Generator, case: Case, *, many: bool, halves: bool = False
 ) -> tuple[Array, Any, dict[str, Any], Array]:
     """Of a case with `rows`, `stored` and FORMS: activations, the weight, options of the kernel,
-    and what comes out. many: whether blocks of activations have one scale, not two."""
+    and what comes out. many: whether blocks of activations have one scale, not two. halves: what
+    comes out of a kernel that rounds weights to f16, of activations that f16 holds, without a
+    norm."""
     (dtype, grouping), (k, n), rows, form = (case[c] for c in ("stored", "shape", "rows", "form"))
     x, expected = activations(rng, rows, k, dtype, many=many)
+    if halves:
+        x = expected = rounded(normal(rng, rows, k), "f16")
     gated = "gated" in form
     outputs = 2 * n if gated else n
     options: dict[str, Any] = {"gated": gated, "activation": activation_of(form)}
@@ -48,8 +52,12 @@ def projection(
         options["dtype"] = dtype
     else:
         weight, values = grouped(rng, (outputs, k), dtype, grouping)
-        values = multiplied(weight, values)
-    if case["norm"] and dtype not in INTEGERS:  # of which it is not known how they round
+        values = values if halves else multiplied(weight, values)
+    if halves:
+        values = rounded(values.astype(np.float32), "f16")
+    if (
+        case["norm"] and not halves and dtype not in INTEGERS
+    ):  # of which it is not known how they round
         options["norm"] = normal(rng, k), EPS
         expected = rmsnorm(x, *options["norm"])
     expected = matmul(expected, values)

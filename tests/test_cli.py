@@ -1066,7 +1066,7 @@ def test_devices_says_what_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     text = invoke("devices").stdout
     assert "\n* 1: Chip B\n" in text
     assert text.startswith("  0: Card A\n")
-    assert "subgroup no, shader-f16 yes, timestamp-query no" in text
+    assert "subgroups no, shader-f16 yes, timestamp-query no" in text
     assert text.endswith("* is used: INFER_DEVICE names it.\n")
     text = invoke("devices", "--device", "0").stdout
     assert text.startswith("* 0: Card A\n")

@@ -105,6 +105,7 @@ def _adapter_table(adapter: AdapterInfo) -> str:
             "driver": adapter.driver,
             "WebGPU": adapter.webgpu,
             "features": ", ".join(f"{name} {value}" for name, value in has.items()),
+            "matrices": ", ".join(f"{m}x{n}x{k}" for m, n, k in adapter.matrices) or "none",
             "limits": f"binding {size(limits.max_binding)}, buffer {size(limits.max_buffer)}, "
             f"workgroup memory {size(limits.workgroup_storage)}, "
             f"{limits.max_invocations} invocations",
