@@ -153,24 +153,28 @@ def test_columns_are_shared_where_tiles_are_few(device: Device) -> None:
 # Models
 
 
+@pytest.mark.parametrize("case", ["llama", pytest.param("mixtral", marks=pytest.mark.full)])
 def test_logits_are_much_nearer_than_those_of_bf16(
-    own_device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """What transformers computes of this model in bf16 has an NMSE of 4.7e-4. Greedy tokens are
-    those of f32."""
+    """What transformers computes of these models in bf16 has an NMSE of 3e-4 and 5e-4. Greedy
+    tokens are those of f32."""
     choose = ByMatrix(own_device).choose
 
     def by_matrix(self: Tuning, rule: Any, *call: Any) -> Any:
         return choose(rule, *call)
 
     monkeypatch.setattr(Tuning, "choose", by_matrix)
-    reference = load("llama")
-    folder = reference.write_checkpoint(tmp_path / "llama")
+    # Few rows go through matrices too.
+    for module in ("linear", "experts", "matmul_rows"):
+        monkeypatch.setattr(f"infer.kernels.ops.{module}.MOST_ROWS", 8, raising=False)
+    reference = load(case)
+    folder = reference.write_checkpoint(tmp_path / case)
     with own_device.scope():
         engine = build_engine(own_device, folder)
         ids = reference.prompt_ids.tolist()
         logits = np.concatenate([part for part in engine.logits(ids)])
-        assert 0 < nmse(logits, reference.logits) < 4e-6
+        assert 0 < nmse(logits, reference.logits) < 5e-6
         params = SamplingParams(max_tokens=8).resolved({})
         tokens = [step.token for step in engine.generate(ids, params)]
         assert tokens == reference.greedy_ids.tolist()[:8]

@@ -17,10 +17,12 @@ from infer.kernels.checks.arrays import Array, to_gpu
 from infer.kernels.checks.forward import Floats, Forward, Ids, Options
 from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.graph import Value
+from infer.kernels.compiler.tuning import Call, Tuning, Variant
 from infer.kernels.errors import InferError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.ops.matmul_matrix import expert_matrix_variant, matmul_matrix_variant
 from infer.kernels.ops.matmul_rows import MOST_ROWS
 from infer.kernels.state.step import StepRow
 
@@ -29,6 +31,15 @@ EPS = 1e-6
 TILED = MOST_ROWS + 1  # rows of a plan that has the kernels of prefill
 
 Outcome = tuple[Array, Array]  # what the kernel gave, what it should have given
+
+
+class WithoutMatrices(Tuning):
+    """Takes kernels that multiply in f32 or in exact integers, as the references do."""
+
+    def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
+        never: tuple[Any, ...] = (matmul_matrix_variant, expert_matrix_variant)
+        none: Any = None
+        return none if rule in never else rule(self, *call)
 
 
 class Bench:
@@ -61,8 +72,9 @@ class Bench:
         return None if values is None else self.weight(values.reshape(-1))
 
     def forward(self, rows: int, **own: Any) -> Forward:
-        """With the options of this bench and these of Forward."""
-        return Forward(self.device, rows, **{**self.options, **own})
+        """With the options of this bench and these of Forward; in f32 unless a tuning is given."""
+        options = {"tuning": WithoutMatrices(self.device), **self.options, **own}
+        return Forward(self.device, rows, **options)
 
     def run(
         self,

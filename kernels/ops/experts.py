@@ -27,6 +27,7 @@ from infer.kernels.ops.linear import (
     multiplied,
     tile_params,
 )
+from infer.kernels.ops.matmul_matrix import X_SCALES, MatrixVariant, expert_matrix_variant
 from infer.kernels.ops.matmul_rows import MOST_ROWS
 from infer.kernels.ops.prepared import Form
 
@@ -156,10 +157,10 @@ class Route(Value):
         few = rows <= MOST_ROWS and rows * self.all_slots <= 4 * self.all_experts
         return few and not target.tuning.software
 
-    def tile(self, low: Lowering, dtype: str) -> TileVariant:
+    def tile(self, target: Target, dtype: str) -> TileVariant:
         """The tile of prefill: its rows are the same for all of a layer's projections."""
-        rows = low.kind.rows * self.slots // self.experts
-        return low.tuning.choose(expert_matmul_variant, rows, self.hidden, dtype)
+        rows = target.kind.rows * self.slots // self.experts
+        return target.tuning.choose(expert_matmul_variant, rows, self.hidden, dtype)
 
     def tiles(self, tile: int, rows: int) -> int:
         """The most tiles that the pairs of so many rows can need: an expert's last one may be
@@ -212,7 +213,15 @@ class _Experts(Projection):
         return 1
 
     def x_scales(self, target: Target) -> str:
+        if self._matrix_variant(target) is not None:
+            return X_SCALES
         return ("halves" if self.routing.by_row(target) else "blocks") if self.int8 else ""
+
+    def _matrix_variant(self, target: Target) -> MatrixVariant | None:
+        """None where the experts are not multiplied by matrices."""
+        if self.routing.by_row(target) or target.kind.rows <= MOST_ROWS:
+            return None
+        return target.tuning.choose(expert_matrix_variant, self.routing.tile(target, "f32").rows)
 
     @property
     def biases(self) -> list[Operand]:
@@ -286,14 +295,16 @@ class _Experts(Projection):
     def lower_tiles(
         self, low: Lowering, inputs: list[Operand], result: Operand, function: str, x_slots: int
     ) -> None:
-        """matmul or matmul_int8 over the tiles of rows by expert, for each shard."""
+        """matmul, matmul_int8 or matmul_matrix over the tiles of rows by expert, for each shard."""
         weight, routing, gated = self.weight, self.routing, self.parts == 2
         n, k = self.outputs, weight.shape[1]
-        tile = routing.tile(low, weight.dtype)
+        matrix = self._matrix_variant(low)
+        tile = matrix or routing.tile(low, weight.dtype)
+        kernel = "matmul_int8" if self.int8 else "matmul"
         x = -(-n * self.parts // tile.columns)
         for shard in weight.shards:
             low.emit(
-                "matmul_int8" if self.int8 else "matmul",
+                kernel if matrix is None else "matmul_matrix",
                 [*multiplied(shard, inputs), result, *self.biases, *routing.tile_operands],
                 lambda rows, kv_len: (x, routing.tiles(tile.rows, rows), 1),
                 tile_params(low, weight, tile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -33,7 +34,11 @@ from infer.kernels.ops.elementwise_check import ACTIVATIONS
 from infer.kernels.ops.head_linear import HeadLinear
 from infer.kernels.ops.linear import Linear
 from infer.kernels.ops.matmul_lanes import matmul_lanes_variant
-from infer.kernels.ops.matmul_matrix import MatrixVariant, matmul_matrix_variant
+from infer.kernels.ops.matmul_matrix import (
+    MatrixVariant,
+    expert_matrix_variant,
+    matmul_matrix_variant,
+)
 from infer.kernels.ops.matmul_rows import (
     LEAST_LANES,
     MOST_ROWS,
@@ -116,6 +121,9 @@ class ByMatrix(Tuning):
         chosen: Any = never[known] if known in never else rule(self, *call)
         if known is matmul_matrix_variant:
             chosen = self.variant or chosen or EMULATED
+        elif known is expert_matrix_variant:
+            asked: Any = call
+            chosen = chosen or replace(EMULATED, rows=asked[0])
         given: Variant = chosen
         return given
 

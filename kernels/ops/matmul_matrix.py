@@ -107,6 +107,16 @@ def matmul_matrix_variant(
     return min((each for each in speeds if each.runs(tuning)), key=cost, default=None)
 
 
+def expert_matrix_variant(tuning: Tuning, rows: int) -> MatrixVariant | None:
+    """For tiles of so many rows, each of an expert. None where the adapter has no matrices."""
+    shape = matrix_shape(tuning)
+    if shape is None:
+        return None
+    columns = 128 if rows == 64 else 64
+    variant = MatrixVariant(shape, tuning.subgroup_size, rows, columns, min(rows, 32), columns // 4)
+    return variant if variant.runs(tuning) and rows % shape.m == 0 else None
+
+
 def matrix_shape(tuning: Tuning) -> MatrixShape | None:
     """Which of the adapter's matrices of f16 with sums in f32 are used: the largest."""
     size = tuning.subgroup_size

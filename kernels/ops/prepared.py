@@ -85,7 +85,7 @@ class Prepared(Value):
         rows = padded_rows(self.rows) if self.parts == 1 else self.rows * self.parts
         blocks = -(-self.part // BLOCK) * rows
         if self.scales == "f16":
-            rows = padded_rows(self.rows)
+            rows = padded_rows(self.rows) if self.parts == 1 else self.rows * self.parts
             self.operands = [Scratch(rows * -(-self.part // 64) * 128), Scratch(4 * rows)]
         elif self.scales:
             self.operands = [Scratch(blocks * BLOCK), Scratch(blocks * 16)]
@@ -112,7 +112,9 @@ class Prepared(Value):
             low.emit(
                 "half_rows",
                 (x, *self.operands, *order),
-                low.row_grid(self, 1),
+                low.row_grid(self, 1)
+                if self.parts == 1
+                else lambda rows, kv_len: (1, rows * self.parts, 1),
                 {
                     "K": self.part,
                     "X_STRIDE": stride(self.part),
@@ -120,7 +122,7 @@ class Prepared(Value):
                     "WG": low.tuning.workgroup(self.part),
                     "SUBGROUPS": low.device.subgroups,
                 },
-                moved=lambda rows, kv_len: 6 * rows * self.part,
+                moved=lambda rows, kv_len: 6 * rows * self.parts * self.part,
             )
             return
         groups, parts = -(-self.part // (8 * BLOCK)), self.parts
