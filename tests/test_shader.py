@@ -653,7 +653,7 @@ def ungrammatical(code: str) -> list[str]:
     code = re.sub(r"\$(?:\([^()]*\)|[a-z])", "0", code)
     templates = 1
     while templates:
-        kind = r"\b(array|atomic|bitcast|mat\w+|ptr|var|vec\d)<([^<>;]*)>"
+        kind = r"\b(array|atomic|bitcast|mat\w+|ptr|subgroup\w+|var|vec\d)<([^<>;]*)>"
         code, templates = re.subn(kind, r"\1[\2]", code)
     found, outer = list[str](), list[tuple[int, list[str]]]()
     begin, operators, after_operand = 0, list[str](), False
