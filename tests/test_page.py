@@ -385,6 +385,10 @@ LONG = {
     "spaces": "# " + " " * 9000 + "x",
     "breaks": "<br " * 3000,
     "links": "[a](" * 3000,
+    "nested links": "[" * 3000 + "a" + "](b)" * 3000,
+    "nested emphasis": "*a **b " * 1500 + "c* d** " * 1500,
+    "titles": '[a](b "' * 3000,
+    "entities": "&a" * 3000,
 }
 
 
@@ -444,7 +448,16 @@ SAMPLES = {
     "rules": "a\n\n---\n\nb\n\n***",
     "tables": "| a | b |\n| --- | --: |\n| 1 | `x` |\n| **2** | y |\n\nend",
     "links": '[a](https://b.example/c_d_e) [f *g*](<https://h.example> "i") <script>',
-    "entities": 'a < b & c > d "e"',
+    "entities": 'a < b & c > d "e" &lt;b&gt; &amp;lt; `&lt;` &notit; &no; &#42;a&#42; '
+    "&#x1F600; &ngE;",
+    "entities in code and links": "``` f&ouml;\\_\n&lt;\n```\n\n[a](https://b.example/?c&amp;d)",
+    "autolinks": "<https://a.example/b?c&d=*> <me+x@a.example> < a@b> <a b>",
+    "targets of links": "[a](<https://b.example/c d>) [b](https://b.example/(c(d))) "
+    "[c](https://b.example/\\)\\* (t)) [d](https://b.example/e\n'f \"g\"') [h](i j) [k](<l",
+    "texts of links": "[a [b]](https://c.example/d) [e `](f)` [*g*](https://h.example/i) "
+    "*[j*](https://k.example/l) [m [n](https://o.example/p)](q)",
+    "flanks": 'a*"b"* *(*c*)* __d, __e__, f__ 5*6*7 *g*h a_b_ *$*i **j.** \u00a0*\u00a0k*',
+    "runs": "***a** b* ***c* d** **e* *f** ***g** ****h**** *i **j *k* l** m* **n*o**",
     "a list after text": "Some:\n- a\n- b\n\nand\n\n* c",
 }
 
@@ -462,7 +475,12 @@ def test_markdown_is_that_of_commonmark(markdown: Callable[[str], str], name: st
     )
 
     def tidy(html: str) -> str:
-        html = html.replace("&quot;", '"').replace("<br />", "<br>").replace("<hr />", "<hr>")
+        html = (
+            html.replace("&quot;", '"')
+            .replace("&nbsp;", "\u00a0")
+            .replace("<br />", "<br>")
+            .replace("<hr />", "<hr>")
+        )
         html = re.sub(r'href="(https://[^/"]+)"', r'href="\1/"', html)
         html = re.sub(
             r"\s*(</?(?:p|li|ul|ol|h\d|blockquote|pre|table|thead|tbody|tr|th|td|hr|br)\b[^>]*>)\s*",
@@ -472,6 +490,24 @@ def test_markdown_is_that_of_commonmark(markdown: Callable[[str], str], name: st
         return html.strip()
 
     assert tidy(markdown(SAMPLES[name])) == tidy(expected)
+
+
+def test_markdown_that_is_not_of_commonmark(markdown: Callable[[str], str]) -> None:
+    """Addresses that are not safe to open are texts, whatever is in them; an image is a link, but
+    for one in a link; a bare address is a link; a word of Chinese ends without a space."""
+    cases = {
+        "[a](data:text/html,<b>) [c](javascript:d)": "a c",
+        "<data:text/html,e> <javascript:f>": "&lt;data:text/html,e&gt; &lt;javascript:f&gt;",
+        "vector<std::string>": "vector&lt;std::string&gt;",
+        "[![g](https://h.example/)](https://i.example/)": '<a href="https://i.example/">g</a>',
+        "![*j*](https://k.example/)": '<a href="https://k.example/">j</a>',
+        "&lt;https://l.example/?m&amp;n&gt;": '&lt;<a href="https://l.example/?m&amp;n">'
+        "https://l.example/?m&amp;n</a>&gt;",
+        "中**“文”**字": "中<strong>“文”</strong>字",
+    }
+    assert {text: markdown(text) for text in cases} == {
+        text: f"<p>{html}</p>" for text, html in cases.items()
+    }
 
 
 @pytest.mark.full
@@ -503,8 +539,8 @@ def sse(*deltas: Mapping[str, Any], end: str = "data: [DONE]\n\n") -> dict[str, 
     return {"status": 200, "content_type": "text/event-stream", "body": body + end}
 
 
-def error(status: int, message: str) -> dict[str, Any]:
-    body = json.dumps({"error": {"message": message, "type": "x", "param": None, "code": None}})
+def error(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    body = json.dumps({"error": {"message": message, "type": "x", "param": None, "code": code}})
     return {"status": status, "content_type": "application/json", "body": body}
 
 
@@ -537,9 +573,8 @@ def test_failures_are_told_and_can_be_tried_again(open_page: Open, name: str) ->
     assert [message["role"] for message in stored(page)[0]["messages"]] == ["user", "assistant"]
 
 
-@pytest.mark.full
 def test_a_message_after_a_failure(open_page: Open) -> None:
-    """Templates want users and assistants to take turns."""
+    """What failed stays in sight. Templates want users and assistants to take turns."""
     engine = ScriptedEngine("Whole.")
     page = open_page(engine)
     page.route(CHAT, lambda route: route.abort())
@@ -549,6 +584,48 @@ def test_a_message_after_a_failure(open_page: Open) -> None:
     say(page, "Two")
     ended(page)
     assert engine.prompts[0] == [{"role": "user", "content": "One\n\nTwo"}]
+    shown = "[...document.querySelectorAll('.said, .failed, article .md:not([hidden])')]"
+    assert page.evaluate(f"{shown}.map((each) => each.innerText)") == [
+        "One",
+        "The server cannot be reached. Is it still running?",
+        "Two",
+        "Whole.",
+    ]
+
+
+@pytest.mark.full
+def test_a_conversation_that_is_too_long_is_told_in_a_line(open_page: Open) -> None:
+    page = open_page(ScriptedEngine("Whole."), viewport={"width": 1024, "height": 640})
+    told = (
+        "The prompt has 9000 tokens, and this model's maximum context length is 8192 tokens. " * 2
+    )
+    refused = error(400, told, "context_length_exceeded")
+    page.route(CHAT, lambda route: route.fulfill(**refused))
+    say(page, "Long")
+    page.wait_for_selector(".failed")
+    line = page.locator(".failed p")
+    assert line.inner_text() == (
+        "The conversation exceeds 8,192 tokens. Shorten it, or start a new one."
+    )
+    line.evaluate("node => { node.style.whiteSpace = 'nowrap' }")
+    height = line.bounding_box()["height"]
+    line.evaluate("node => { node.style.whiteSpace = 'normal' }")
+    assert line.bounding_box()["height"] == height
+
+
+def test_the_title_of_the_conversation_reaches_the_pencil(open_page: Open) -> None:
+    page = open_page(ScriptedEngine("Whole."), viewport={"width": 1024, "height": 640})
+    say(page, "A title that is longer than the list of the conversations is wide")
+    ended(page)
+    gap = page.evaluate(
+        """() => {
+            const [title, pencil, bin] = document.querySelectorAll("#chats li.here button");
+            const { paddingRight } = getComputedStyle(title);
+            const from = title.getBoundingClientRect().right - parseFloat(paddingRight);
+            return [pencil, bin].map((each) => each.getBoundingClientRect().right - from);
+        }"""
+    )
+    assert gap == [28, 52]  # each needs 24 pixels, the least that is easily hit
 
 
 @pytest.mark.full
