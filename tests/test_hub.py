@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from commands import Copies
 
 import infer
 from infer.hub import resolve, resolve_adapter
@@ -288,25 +288,9 @@ DRIVER = """
 import json, os, sys
 from pathlib import Path
 import traceback
-import httpx
 from infer.hub import download
 from infer.hub import resolve, resolve_adapter
 from infer.kernels.errors import InferError
-# A copy of this process, whose imports took long, for each line. huggingface_hub comes later: it
-# reads its variables at import. Where there are no copies, this does one line and ends.
-for line in sys.stdin:
-    if not hasattr(os, "fork") or os.fork() == 0:
-        break
-    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-else:
-    sys.exit()
-calls, env, out, err = json.loads(line)
-for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING"))]:
-    del os.environ[name]
-os.environ.update(env)
-for stream, path in ((sys.stdout, out), (sys.stderr, err)):
-    with open(path, "wb") as file:
-        os.dup2(file.fileno(), stream.fileno())
 if arrives := os.environ.get("XET"):
     import inspect
     from huggingface_hub import file_download
@@ -321,7 +305,7 @@ for name, value in json.loads(os.environ.get("LIMITS", "{}")).items():
     setattr(download, name, value)
 outcomes = []
 reports = []
-for kwargs in calls:
+for kwargs in json.loads(sys.argv[1]):
     fails = kwargs.pop("fails", False)
     kwargs["progress"] = lambda *report: reports.append(report) or (fails and 1 / 0)
     os.environ.update(kwargs.pop("env", {}))
@@ -345,57 +329,29 @@ print(json.dumps(outcomes))
 """
 
 
-class Driver:
-    """Calls of `resolve` in processes of their own, which start with what one has imported."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-
-    def run(
-        self, calls: list[dict[str, Any]], env: dict[str, str], out: Path, err: Path
-    ) -> int | None:
-        """The exit status; what was written is in two files."""
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            self._process = self._start()
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps([calls, env, str(out), str(err)]) + "\n")
-        process.stdin.flush()
-        status = process.stdout.readline()
-        return int(status) if status else process.wait()
-
-    @staticmethod
-    def _start() -> subprocess.Popen[str]:
-        paths = os.pathsep.join(path for path in sys.path if path)
-        kept = os.environ | {"PYTHONPATH": paths, "NO_PROXY": "*", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "error", "-c", DRIVER]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, env=kept, stdin=pipe, stdout=pipe, text=True)
-
-    def close(self) -> None:
-        if self._process is not None:
-            with self._process:
-                pass  # its standard input ends
-
-
-DRIVES = Driver()
+COPIES = Copies()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def drives() -> Iterator[None]:
+def copies() -> Iterator[None]:
     yield
-    DRIVES.close()
+    COPIES.close()
+
+
+def run_at(
+    url: str, home: Path, code: str, *arguments: str, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Code in a process of its own, under this hub and cache."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    kept |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "NO_PROXY": "*"} | env
+    return COPIES.run(code, [*arguments], kept)
 
 
 def run(
     url: str, home: Path, calls: list[dict[str, Any]], **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Several calls of `resolve`, or `resolve_adapter`, in one process under this hub and cache."""
-    out, err = (home.with_name(f"{home.name}.{name}") for name in ("out", "err"))
-    status = DRIVES.run(calls, {"HF_ENDPOINT": url, "HF_HOME": str(home)} | env, out, err)
-    done = subprocess.CompletedProcess([], status or 0, out.read_text(), err.read_text())
+    done = run_at(url, home, DRIVER, json.dumps(calls), **env)
     assert done.returncode == 0, done.stderr
     return done
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -16,13 +15,15 @@ from typing import Any
 import pytest
 from commands import invoke, refused
 from huggingface_hub import constants, scan_cache_dir
-from test_hub import MAIN, Q4, Q8, TAG, WANTED, Hub, content, serve
+from test_hub import MAIN, Q4, Q8, TAG, WANTED, Hub, content, copies, run_at, serve
 
 import infer.cli.cached
 from infer.cli.cached import CachedReport
 from infer.cli.options import names_in_cache
 from infer.hub import resolve
 from infer.hub.cache import list_models
+
+__all__ = ["copies"]  # a fixture
 
 CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16"}
 
@@ -401,13 +402,7 @@ def hub() -> Iterator[Hub]:
 
 
 def pull(hub: str, home: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
-    paths = os.pathsep.join(path for path in sys.path if path)
-    kept |= {"HF_ENDPOINT": hub, "HF_HOME": str(home), "PYTHONPATH": paths, "NO_PROXY": "*"} | env
-    command = [sys.executable, "-m", "infer", *arguments]
-    return subprocess.run(
-        command, env=kept, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
+    return run_at(hub, home, "import infer.__main__; infer.__main__.main()", *arguments, **env)
 
 
 def test_pull_fetches_once_what_running_needs(hub: Hub, tmp_path: Path) -> None:
