@@ -15,16 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import EngineOf, build_engine
+from engines import Compiled, EngineOf, build_engine, sharing
 from reference_models import load
 
 import infer
 from infer import LLM
 from infer.engine.engine import Engine
 from infer.hub import DEMO
-from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import Device, Settings
-from infer.kernels.gpu.native import NativeDevice
 
 # Mesa's software adapter compiles a third faster without LLVM's passes, from which kernels that run
 # once or twice gain nothing. Drivers read this when they are loaded, here and in processes that
@@ -51,15 +49,15 @@ OF_A_DEVICE = {"device", "least_device", "own_device", "open_device"}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of each test of a device every tenth case is of the default run, which mostly compiles, and
-    the others are of the full run; but of models all that are named there."""
+    """Of each test of a device every twentieth case is of the default run, which mostly compiles,
+    and the others are of the full run; but of models all that are named there."""
     cases = Counter[tuple[object, str]]()
     for item in items:
         marked = any(item.get_closest_marker(mark) for mark in ("full", "exhaustive", "live"))
         of_a_device = not OF_A_DEVICE.isdisjoint(getattr(item, "fixturenames", ()))
         if of_a_device and not marked and item.path.name != "test_models.py":
             test = (item.parent, getattr(item, "originalname", item.name))
-            if cases[test] % 10:
+            if cases[test] % 20:
                 item.add_marker(pytest.mark.full)
             cases[test] += 1
 
@@ -75,9 +73,37 @@ def memory_goes_back() -> Iterator[None]:
         trim(0)
 
 
+@pytest.fixture(scope="session")
+def compiled() -> Iterator[Compiled]:
+    """What `sharing` shares, in all files. Closing a device leaves it alone: a kernel is compiled
+    once in a process, and takes a tenth of a megabyte."""
+    kept: Compiled = {}
+    end = Device.close
+
+    def close(self: Device) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            if any(self.handle is handle for handle, _, _ in kept.values()):
+                patch.setattr(type(self.handle), "destroy", lambda _: None)
+                self._pipelines = {}
+            end(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "close", close)
+        yield kept
+    for handle, _, _ in kept.values():
+        handle.destroy()
+
+
+@pytest.fixture
+def same_kernels(compiled: Compiled) -> Iterator[None]:
+    """For tests of what is built on devices that they open."""
+    with sharing(compiled):
+        yield
+
+
 @pytest.fixture(scope="module")
 def devices() -> Iterator[dict[Settings, Device]]:
-    """Those that are open. Drivers keep what they compiled in memory: no longer than a file."""
+    """Those that are open in a file."""
     opened: dict[Settings, Device] = {}
     yield opened
     for device in opened.values():
@@ -85,12 +111,13 @@ def devices() -> Iterator[dict[Settings, Device]]:
 
 
 @pytest.fixture(scope="module")
-def open_device(devices: dict[Settings, Device]) -> OpenDevice:
+def open_device(devices: dict[Settings, Device], compiled: Compiled) -> OpenDevice:
     """The best adapter with these settings, shared by the tests of a file."""
 
     def open_once(settings: Settings) -> Device:
         if settings not in devices:
-            devices[settings] = Device.open(settings=settings)
+            with sharing(compiled):
+                devices[settings] = Device.open(settings=settings)
         return devices[settings]
 
     return open_once
@@ -109,9 +136,11 @@ def least_device(open_device: OpenDevice) -> Device:
 
 
 @pytest.fixture(scope="module")
-def own_device() -> Iterator[Device]:
+def own_device(compiled: Compiled) -> Iterator[Device]:
     """The same, but what tests allocate on it may stay: for engines that a file keeps."""
-    with Device.open() as device:
+    with sharing(compiled):
+        device = Device.open()
+    with device:
         yield device
 
 
@@ -132,48 +161,6 @@ def engine_of(own_device: Device, tmp_path_factory: pytest.TempPathFactory) -> E
     return build
 
 
-Compiled = dict[tuple[str, Settings], tuple[NativeDevice, Any, Any]]
-
-
-@pytest.fixture(scope="module")
-def compiled() -> Iterator[Compiled]:
-    """The native device, the pipelines and the layouts of each adapter and setting, for
-    `same_kernels`. Closing a device leaves them alone; they live no longer than a file, as
-    `devices` don't."""
-    kept: Compiled = {}
-    end = Device.close
-
-    def close(self: Device) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            if any(self.native is native for native, _, _ in kept.values()):
-                patch.setattr(type(self.handle), "destroy", lambda _: None)
-                self._pipelines = {}
-            end(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Device, "close", close)
-        yield kept
-    for native, _, _ in kept.values():
-        native.handle.destroy()
-
-
-@pytest.fixture
-def same_kernels(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices that a test opens are new but for the native device: a kernel is compiled once for
-    all of them: for tests of what is built on devices."""
-    start = Device.__init__
-
-    def init(self: Device, adapter: AdapterInfo, settings: Settings | None = None) -> None:
-        start(self, adapter, settings)
-        own = self.native, self._pipelines, self._layouts
-        key = str(adapter), self.settings
-        self.native, self._pipelines, self._layouts = compiled.setdefault(key, own)
-        if self.native is not own[0]:
-            own[0].handle.destroy()
-
-    monkeypatch.setattr(Device, "__init__", init)
-
-
 @pytest.fixture(autouse=True)
 def no_leak(devices: dict[Settings, Device]) -> Iterator[None]:
     """A test that leaves memory allocated on a shared device fails; the pool may grow."""
@@ -188,8 +175,10 @@ def no_leak(devices: dict[Settings, Device]) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def demo_llm() -> Iterator[LLM]:
-    with infer.load(DEMO, max_batch=4) as llm:
+def demo_llm(compiled: Compiled) -> Iterator[LLM]:
+    with sharing(compiled):
+        llm = infer.load(DEMO, max_batch=4)
+    with llm:
         yield llm
 
 

@@ -1,19 +1,23 @@
-"""Engines on the stored reference models, which have no tokenizer, and what they answer."""
+"""Engines on the stored reference models, which have no tokenizer, and what they answer; devices
+that share their kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from infer.engine.draft import Loaded
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
-from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.adapters import AdapterInfo
+from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.state.kv_cache import PAGE
 from infer.models import open_model
 from infer.models.loading.load import load_weights
@@ -23,6 +27,28 @@ from infer.sampling import SamplingParams
 
 EngineOf = Callable[..., Engine]
 """The fixture `engine_of`."""
+
+
+Compiled = dict[tuple[str, Settings], tuple[Any, Any, Any]]
+"""The handle, the pipelines and the layouts of each adapter and setting: the fixture `compiled`."""
+
+
+@contextmanager
+def sharing(compiled: Compiled) -> Iterator[None]:
+    """Devices that are opened meanwhile are new but for their handle and what is compiled on it."""
+    start = Device.__init__
+
+    def init(self: Device, adapter: AdapterInfo, settings: Settings | None = None) -> None:
+        start(self, adapter, settings)
+        own = self.handle, self._pipelines, self._layouts
+        key = str(adapter), self.settings
+        self.handle, self._pipelines, self._layouts = compiled.setdefault(key, own)
+        if self.handle is not own[0]:
+            own[0].destroy()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "__init__", init)
+        yield
 
 
 def build_engine(

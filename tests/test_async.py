@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,6 @@ pytestmark = pytest.mark.demo
 PROMPTS = [f"{begin} upon a time, there was" for begin in ("Once", "Twice", "Now", "Then")]
 PROMPTS += ["The cat", "A red barrel"]
 TOKENS = 8
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with infer.load(DEMO, max_batch=4) as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")

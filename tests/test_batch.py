@@ -218,7 +218,7 @@ def check_batch(device: Device, folder: Path, case: str, rows: int, steps: int) 
             assert_same(of(list(item)), own)
 
 
-@pytest.mark.parametrize("rows", [2, 4, 8, pytest.param(16, marks=pytest.mark.full)])
+@others_full("rows", [2, 4, 8, 16], [2, 4])
 @others_full("case", KINDS, ["llama"])
 def test_every_size_of_a_batch(
     own_device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, rows: int
@@ -330,9 +330,9 @@ def test_log_probabilities_are_those_of_the_rows(engine_of: Callable[..., Engine
 def test_out_of_pages_an_answer_is_computed_anew(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """Three answers grow to three pages each, of which there are five."""
+    """Three answers grow to three pages each, of which there are seven."""
     monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)  # so that all of them begin
-    engine = engine_of(case, max_batch=3, context=3 * PAGE, cache_positions=5 * PAGE)
+    engine = engine_of(case, max_batch=4, context=3 * PAGE, cache_positions=7 * PAGE)
     ids: list[int] = load(case).prompt_ids.tolist()
     prompts = [ids, ids[1:], ids[2:]]
     steps = 2 * PAGE - len(ids) + 8

@@ -22,6 +22,7 @@ import pytest
 import reference_models
 import typer
 from commands import invoke, refused
+from engines import Compiled, sharing
 from marks import others_full
 from safetensors import safe_open
 
@@ -55,9 +56,11 @@ pytestmark = [pytest.mark.demo, pytest.mark.usefixtures("same_kernels")]
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+def llm(compiled: Compiled) -> Iterator[LLM]:
     """As `infer run` loads it, with the same kernels."""
-    with infer.load(DEMO, max_batch=1) as llm:
+    with sharing(compiled):
+        llm = infer.load(DEMO, max_batch=1)
+    with llm:
         yield llm
 
 
@@ -222,7 +225,7 @@ def test_verbose_tells_what_runs(llm: LLM) -> None:
 
 
 def test_json(llm: LLM) -> None:
-    options = {"temperature": 0.9, "top_p": 0.95, "logprobs": 2, "max_tokens": 8}
+    options = {"temperature": 0.9, "logprobs": 2, "max_tokens": 8}
     flags = [x for name, v in options.items() for x in (f"--{name.replace('_', '-')}", v)]
     result = invoke("run", "demo", "-p", PROMPT, "--json", *flags)
     assert result.exit_code == 0

@@ -27,7 +27,7 @@ from infer.cli.terminal import MarkdownWriter
 from infer.kernels.errors import InferError
 from infer.results import Chunk
 
-pytestmark = pytest.mark.demo
+pytestmark = [pytest.mark.demo, pytest.mark.usefixtures("same_kernels")]
 
 CAT = "My cat is called Milo. What is my cat called?"
 MILO = "Your cat is called Milo."

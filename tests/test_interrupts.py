@@ -49,7 +49,7 @@ def interrupted(at: int) -> Iterator[None]:
 
 
 def begun(engine: Engine, case: str) -> list[Answer]:
-    """Five on three slots: greedy, sampled, with penalties, under a mask, with a processor."""
+    """Five on four slots: greedy, sampled, with penalties, under a mask, with a processor."""
     ids: list[int] = load(case).prompt_ids.tolist()
 
     def begin(length: int, logits_processor: Any = None, **sampling: Any) -> Answer:
@@ -92,7 +92,7 @@ def test_an_interrupt_anywhere_ends_one_answer(
     engine_of: Callable[..., Engine], case: str, every: int
 ) -> None:
     """Out of pages, too. All others are what they are without."""
-    options = {"max_batch": 3, "context": 3 * PAGE, "cache_positions": 4 * PAGE}
+    options = {"max_batch": 4, "context": 3 * PAGE, "cache_positions": 4 * PAGE}
     engine = engine_of(case, speculate="lookup", **options)
     expected, _ = taken(begun(engine, case), 0)
     hits = set[int]()

@@ -299,6 +299,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("same_kernels")
 def test_it_is_read_where_it_drafts(folder: Path) -> None:
     def load_and_ask(**options: Any) -> tuple[str, int, int]:
         with infer.load(folder, context=64, max_batch=1, **options) as llm:

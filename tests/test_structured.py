@@ -287,12 +287,12 @@ def test_numpy_samples_masked_answers_alike(
 def test_out_of_pages_a_masked_answer_is_computed_anew(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three answers grow to three pages each, of which there are five."""
+    """Four answers grow to two pages each, of which there are seven."""
     monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)  # so that all of them begin
-    engine = engine_of("llama", max_batch=3, context=3 * PAGE, cache_positions=5 * PAGE)
+    engine = engine_of("llama", max_batch=4, context=3 * PAGE, cache_positions=7 * PAGE)
     ids: list[int] = reference("llama").prompt_ids.tolist()
     before = engine.scheduler.preemptions
-    for steps in together([masked(engine, ids[i:], 2 * PAGE - len(ids)) for i in range(3)]):
+    for steps in together([masked(engine, ids[i:], 2 * PAGE - len(ids)) for i in range(4)]):
         assert len(steps) == 2 * PAGE - len(ids)
         assert_follows(steps, engine.vocab_size)
     assert engine.scheduler.preemptions > before
