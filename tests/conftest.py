@@ -42,6 +42,9 @@ LEAST = Settings(
 )
 """Nothing but what every WebGPU device has."""
 
+KEPT_KERNELS = 1000
+"""So many at most go from one file to the next."""
+
 OpenDevice = Callable[[Settings], Device]
 
 OF_A_DEVICE = {"device", "least_device", "own_device", "open_device"}
@@ -63,10 +66,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def memory_goes_back() -> Iterator[None]:
+def memory_goes_back(compiled: Compiled) -> Iterator[None]:
     """After the file's devices. glibc keeps what drivers' compilers have freed in pieces, two
-    megabytes for each kernel."""
+    megabytes for each kernel; and of kernels there are many thousands in a full run."""
     yield
+    for _, pipelines, _ in compiled.values():
+        if len(pipelines) > KEPT_KERNELS:
+            pipelines.clear()
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:

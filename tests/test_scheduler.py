@@ -11,6 +11,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+from marks import others_full
 from test_pages import check
 
 from infer.engine import scheduler
@@ -403,7 +404,7 @@ SEEN = Counter[str]()
         *((snapshots, drafts, 1) for snapshots in (1, 5) for drafts in (False, True)),
     ],
 )
-@pytest.mark.parametrize("seed", range(10))
+@others_full("seed", range(10), range(5))
 def test_at_random(
     seed: int, snapshots: int, drafts: bool, prompts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
