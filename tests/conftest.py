@@ -43,7 +43,7 @@ LEAST = Settings(
 """Nothing but what every WebGPU device has."""
 
 KEPT_KERNELS = 1000
-"""So many at most go from one file to the next."""
+"""A file leaves at most this many to the next."""
 
 OpenDevice = Callable[[Settings], Device]
 
@@ -109,7 +109,7 @@ def same_kernels(compiled: Compiled) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def devices() -> Iterator[dict[Settings, Device]]:
-    """Those that are open in a file."""
+    """The devices that are open in a file."""
     opened: dict[Settings, Device] = {}
     yield opened
     for device in opened.values():

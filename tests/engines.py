@@ -28,7 +28,6 @@ from infer.sampling import SamplingParams
 EngineOf = Callable[..., Engine]
 """The fixture `engine_of`."""
 
-
 Compiled = dict[tuple[str, Settings], tuple[Any, Any, Any]]
 """The handle, the pipelines and the layouts of each adapter and setting: the fixture `compiled`."""
 

@@ -449,7 +449,7 @@ SAMPLES = {
     "tables": "| a | b |\n| --- | --: |\n| 1 | `x` |\n| **2** | y |\n\nend",
     "links": '[a](https://b.example/c_d_e) [f *g*](<https://h.example> "i") <script>',
     "entities": 'a < b & c > d "e" &lt;b&gt; &amp;lt; `&lt;` &notit; &no; &#42;a&#42; '
-    "&#x1F600; &ngE;",
+    "&#x1F600; &ngE; &#0; &#xD800;",
     "entities in code and links": "``` f&ouml;\\_\n&lt;\n```\n\n[a](https://b.example/?c&amp;d)",
     "autolinks": "<https://a.example/b?c&d=*> <me+x@a.example> < a@b> <a b>",
     "targets of links": "[a](<https://b.example/c d>) [b](https://b.example/(c(d))) "
