@@ -617,17 +617,19 @@ def test_a_prefill_step_has_as_many_rows_as_a_binding_holds(case: str) -> None:
     assert largest <= device.limits.max_binding <= largest * (rows + 128) // rows
 
 
-def test_kernels_of_batches_can_be_compiled_beforehand(engine_of: EngineOf) -> None:
-    engine, prompt_ids = engine_of("llama", max_batch=4), prompt_of("llama")
-    answer(engine, prompt_ids, 2)
-    before = engine.device.n_pipelines
-    params = SamplingParams(temperature=0.0, max_tokens=4).resolved({})
-    engine.compile_batches(params)
-    compiled = engine.device.n_pipelines
-    assert compiled > before
-    for each in [engine.generate(prompt_ids[i:], params) for i in range(3)]:
-        assert len(list(each)) == 4
-    assert engine.device.n_pipelines == compiled
+def test_kernels_of_batches_can_be_compiled_beforehand(tmp_path: Path) -> None:
+    folder, prompt_ids = load("llama").write_checkpoint(tmp_path / "llama"), prompt_of("llama")
+    with Device.open() as device:
+        engine = build_engine(device, folder, max_batch=4)
+        answer(engine, prompt_ids, 2)
+        before = device.n_pipelines
+        params = SamplingParams(temperature=0.0, max_tokens=4).resolved({})
+        engine.compile_batches(params)
+        compiled = device.n_pipelines
+        assert compiled > before
+        for each in [engine.generate(prompt_ids[i:], params) for i in range(3)]:
+            assert len(list(each)) == 4
+        assert device.n_pipelines == compiled
 
 
 def test_long_steps_are_cut_into_short_submissions(
