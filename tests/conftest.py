@@ -88,7 +88,7 @@ def compiled() -> Iterator[Compiled]:
 
     def close(self: Device) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            if any(self.handle is handle for handle, _, _ in kept.values()):
+            if any(self.native is native for native, _, _ in kept.values()):
                 patch.setattr(type(self.handle), "destroy", lambda _: None)
                 self._pipelines = {}
             end(self)
@@ -96,8 +96,8 @@ def compiled() -> Iterator[Compiled]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "close", close)
         yield kept
-    for handle, _, _ in kept.values():
-        handle.destroy()
+    for native, _, _ in kept.values():
+        native.handle.destroy()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import Device, Settings
+from infer.kernels.gpu.native import NativeDevice
 from infer.kernels.state.kv_cache import PAGE
 from infer.models import open_model
 from infer.models.loading.load import load_weights
@@ -28,22 +29,24 @@ from infer.sampling import SamplingParams
 EngineOf = Callable[..., Engine]
 """The fixture `engine_of`."""
 
-Compiled = dict[tuple[str, Settings], tuple[Any, Any, Any]]
-"""The handle, the pipelines and the layouts of each adapter and setting: the fixture `compiled`."""
+Compiled = dict[tuple[str, Settings], tuple[NativeDevice, Any, Any]]
+"""The native device, the pipelines and the layouts of each adapter and setting: the fixture
+`compiled`."""
 
 
 @contextmanager
 def sharing(compiled: Compiled) -> Iterator[None]:
-    """Devices that are opened meanwhile are new but for their handle and what is compiled on it."""
+    """Devices that are opened meanwhile are new but for their native device, and what is compiled
+    on it."""
     start = Device.__init__
 
     def init(self: Device, adapter: AdapterInfo, settings: Settings | None = None) -> None:
         start(self, adapter, settings)
-        own = self.handle, self._pipelines, self._layouts
-        key = str(adapter), self.settings
-        self.handle, self._pipelines, self._layouts = compiled.setdefault(key, own)
-        if self.handle is not own[0]:
-            own[0].destroy()
+        own = self.native, self._pipelines, self._layouts
+        key = f"{adapter.webgpu} {adapter}", self.settings
+        self.native, self._pipelines, self._layouts = compiled.setdefault(key, own)
+        if self.native is not own[0]:
+            own[0].handle.destroy()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Device, "__init__", init)
