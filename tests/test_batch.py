@@ -578,7 +578,7 @@ def test_a_batch_that_no_binding_holds(own_device: Device, tmp_path: Path) -> No
     [
         ({"max_batch": 0}, "max_batch must be a positive integer"),
         ({"max_batch": 65}, "max_batch must be at most 64"),
-        ({"cache_positions": 100}, "no room for a context of 128"),
+        ({"cache_positions": 100}, "no room for one with a context of 128"),
         ({"invariant": 1}, "invariant must be true or false"),
     ],
 )

@@ -82,8 +82,11 @@ class ResponsesRequest(Request, kw_only=True):
     # max_tool_calls: of tools that run on OpenAI's servers.
     labels: ClassVar = Request.labels | {"max_tool_calls", "service_tier", "stream_options"}
     off: ClassVar = {
+        "access_programs": (),
         "background": (False,),
+        "background_options": (),
         "context_management": ([],),
+        "image": (),
         "moderation": (),
         "prompt": (),
     }
