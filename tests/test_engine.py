@@ -24,7 +24,7 @@ from infer.engine.pace import Pace
 from infer.kernels.compiler.graph import stride
 from infer.kernels.errors import DeviceError, ModelError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
-from infer.kernels.gpu.native import wgpu_native
+from infer.kernels.gpu.native import library, wgpu_native
 from infer.kernels.gpu.plan import needed
 from infer.kernels.gpu.record import EMPTY, RawQueue, Recording
 from infer.kernels.gpu.shader import KernelSpec
@@ -333,7 +333,9 @@ class CountingLib:
 
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> CountingLib:
-    """Sees all calls to WebGPU in this process: infer's own, and those of the Python API."""
+    """Sees all calls to wgpu-native in this process: infer's own, and those of the Python API."""
+    if library().name != "wgpu-native":
+        pytest.skip("these are calls of wgpu-native")
     counting = CountingLib()
     for module in list(sys.modules.values()):
         if module is not sys.modules[__name__] and getattr(module, "lib", None) is lib:

@@ -167,7 +167,7 @@ def test_blocks_and_stacks_of_them_keep_their_values(
             y = forward.run(ops.embedding(weight), tokens=list(range(len(values))))
             assert nmse(y, exact) <= 1e-14
         x, exact = int8_rows(rng, 3, columns)
-        forward = Forward(device, 3)
+        forward = Forward(device, 3, tuning=linear_check.ByVec(device))
         y = forward.run(ops.linear(forward.input(x), weight))
     rounded = exact if dtype in INTEGERS else x
     assert nmse(y, linear_check.matmul(rounded, values)) <= LIMIT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -578,7 +579,7 @@ def enough_threads() -> Iterator[None]:
 
 
 def _is_loss(error: object) -> bool:
-    return "device is lost" in str(error).lower()
+    return re.search(r"\bdevice\]? is lost", str(error).lower()) is not None
 
 
 def _first_cause(error: object) -> str:

@@ -162,8 +162,9 @@ class RawQueue:
 
     def _finish(self, recorded: Recorded) -> None:
         """Raises DeviceError where that fails, as on a lost device."""
+        encoder, recorded.handle = recorded.handle, None  # which is released, whatever happens
         try:
-            recorded.handle = self._native.finish(recorded.handle)
+            recorded.handle = self._native.finish(encoder)
         except self._errors as error:
             raise self.device.error(error) from error
         recorded.is_finished = True
@@ -179,7 +180,9 @@ class RawQueue:
             self.drop(recorded)
 
     def drop(self, recorded: Recorded) -> None:
-        self._native.drop(recorded.handle, is_finished=recorded.is_finished)
+        handle, recorded.handle = recorded.handle, None
+        if handle is not None:
+            self._native.drop(handle, is_finished=recorded.is_finished)
 
     def wait(self, submission: Any) -> None:
         self._native.wait(submission)
@@ -196,14 +199,13 @@ class RawQueue:
         mapping = self._mapping
         try:
             mapping.ask(staging.handle, nbytes, READ)
-            try:
-                if urgent:
-                    self._nap()
-                return np.frombuffer(mapping.wait(submission), np.uint32).copy()
-            finally:
-                mapping.unmap()
+            if urgent:
+                self._nap()
+            return np.frombuffer(mapping.wait(submission), np.uint32).copy()
         except self._errors as error:
             raise self.device.error(error) from error
+        finally:
+            mapping.unmap()
 
 
 class PublicQueue:

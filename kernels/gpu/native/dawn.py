@@ -146,7 +146,8 @@ def _wait_for(future: int) -> None:
 class _Mapping(BufferMapping):
     def __init__(self, device: _Device) -> None:
         self._device, self._future = device, 0
-        self._buffer, self._nbytes, self._mode = None, 0, READ
+        self._buffer: Any = None  # that is asked for or mapped
+        self._nbytes, self._mode = 0, READ
         status = self._status = [0]  # what the library calls back with
 
         def mapped(result: int, *_: Any) -> None:
@@ -159,9 +160,14 @@ class _Mapping(BufferMapping):
         weakref.finalize(self, callbacks.unregister, self._info.userdata1)
 
     def ask(self, buffer: Any, nbytes: int, mode: int) -> None:
-        self._buffer, self._nbytes, self._mode = pointer(buffer), nbytes, mode
+        self.unmap()  # what an interrupt has left
+        self._buffer, self._nbytes, self._mode = buffer, nbytes, mode
         self._status[0] = 0
-        asked = _api.libf.wgpuBufferMapAsync(self._buffer, mode, 0, nbytes, self._info[0])
+        try:
+            asked = _api.libf.wgpuBufferMapAsync(pointer(buffer), mode, 0, nbytes, self._info[0])
+        except wgpudawn.GPUError:
+            self._buffer = None
+            raise
         self._future = asked.id
 
     def is_mapped(self) -> bool:
@@ -174,14 +180,17 @@ class _Mapping(BufferMapping):
             _wait_for(submission)  # a future that nobody waits for is kept for ever
         if self._status[0] != lib.WGPUMapAsyncStatus_Success:
             raise RuntimeError(f"a buffer was not mapped: status {self._status[0]}")
+        buffer = pointer(self._buffer)
         if self._mode == READ:
-            memory = lib.wgpuBufferGetConstMappedRange(self._buffer, 0, self._nbytes)
+            memory = lib.wgpuBufferGetConstMappedRange(buffer, 0, self._nbytes)
         else:
-            memory = lib.wgpuBufferGetMappedRange(self._buffer, 0, self._nbytes)
+            memory = lib.wgpuBufferGetMappedRange(buffer, 0, self._nbytes)
         return memoryview(ffi.buffer(memory, self._nbytes))
 
     def unmap(self) -> None:
-        lib.wgpuBufferUnmap(self._buffer)
+        if self._buffer is not None:
+            lib.wgpuBufferUnmap(pointer(self._buffer))
+        self._buffer = None
 
 
 class _Device(NativeDevice):

@@ -110,7 +110,8 @@ class BufferMapping(ABC):
     @abstractmethod
     def ask(self, buffer: Any, nbytes: int, mode: int) -> None:
         """Ask for the first nbytes bytes of a buffer, to READ or to WRITE them. They are mapped
-        once the work is done that was submitted before and uses the buffer."""
+        once the work is done that was submitted before and uses the buffer. A buffer that is still
+        mapped is given back."""
 
     @abstractmethod
     def is_mapped(self) -> bool:
@@ -123,7 +124,7 @@ class BufferMapping(ABC):
 
     @abstractmethod
     def unmap(self) -> None:
-        """Give the buffer back to the GPU, or give up asking for it."""
+        """Give the buffer back to the GPU, or give up asking for it, if there is one."""
 
 
 class NativeDevice(ABC):

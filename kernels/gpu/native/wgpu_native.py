@@ -105,7 +105,8 @@ class WgpuNative(Library):
 class _Mapping(BufferMapping):
     def __init__(self, device: Any) -> None:
         self._device, self._index = device, ffi.new("WGPUSubmissionIndex *")
-        self._buffer, self._nbytes, self._mode = None, 0, READ
+        self._buffer: Any = None  # that is asked for or mapped
+        self._nbytes, self._mode = 0, READ
         self._status = 0  # what the library calls back with
         self._interrupt: BaseException | None = None
         # Kept here, because the library calls it later.
@@ -125,9 +126,13 @@ class _Mapping(BufferMapping):
         self._interrupt = error  # Ctrl-C in the callback, which C code cannot raise
 
     def ask(self, buffer: Any, nbytes: int, mode: int) -> None:
-        self._buffer, self._nbytes, self._mode = pointer(buffer), nbytes, mode
-        self._status = 0
-        _api.libf.wgpuBufferMapAsync(self._buffer, mode, 0, nbytes, self._info[0])
+        self.unmap()  # what an interrupt has left
+        self._buffer, self._nbytes, self._mode, self._status = buffer, nbytes, mode, 0
+        try:
+            _api.libf.wgpuBufferMapAsync(pointer(buffer), mode, 0, nbytes, self._info[0])
+        except wgpu.GPUError:
+            self._buffer = None
+            raise
 
     def is_mapped(self) -> bool:
         lib.wgpuDevicePoll(self._device, False, ffi.NULL)
@@ -140,15 +145,18 @@ class _Mapping(BufferMapping):
             raise error
         if self._status != lib.WGPUMapAsyncStatus_Success:
             raise RuntimeError(f"a buffer was not mapped: status {self._status}")
+        buffer = pointer(self._buffer)
         if self._mode == READ:
-            memory = lib.wgpuBufferGetConstMappedRange(self._buffer, 0, self._nbytes)
+            memory = lib.wgpuBufferGetConstMappedRange(buffer, 0, self._nbytes)
         else:
-            memory = lib.wgpuBufferGetMappedRange(self._buffer, 0, self._nbytes)
+            memory = lib.wgpuBufferGetMappedRange(buffer, 0, self._nbytes)
         return memoryview(ffi.buffer(memory, self._nbytes))
 
     def unmap(self) -> None:
-        if self._status in (0, lib.WGPUMapAsyncStatus_Success):  # asked for, or mapped
-            lib.wgpuBufferUnmap(self._buffer)
+        asked_or_mapped = self._status in (0, lib.WGPUMapAsyncStatus_Success)
+        if self._buffer is not None and asked_or_mapped:
+            lib.wgpuBufferUnmap(pointer(self._buffer))
+        self._buffer = None
 
 
 def _wait(device: Any, cell: Any, submission: int | None) -> None:
