@@ -233,7 +233,12 @@ class _Device(NativeDevice):
         return future
 
     def wait(self, submission: int | None = None) -> None:
-        _wait_for(self._submitted() if submission is None else submission)
+        if submission is None:
+            try:
+                submission = self._submitted()
+            except wgpudawn.GPUError:  # the device is lost, and nothing is in work any more
+                return
+        _wait_for(submission)
 
     def mapping(self) -> BufferMapping:
         return _Mapping(self)
