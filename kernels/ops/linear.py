@@ -210,11 +210,13 @@ class Linear(Projection):
         return target.kind.rows == 1 or not (self.of_logits and target.kind.logits)
 
     def _rows_variant(self, target: Target) -> RowsVariant | None:
+        if self._matrix_variant(target) is not None:
+            return None
         plain = self.gate is None and self.factors is None
         return chosen_variant(target, self, self.weight, self.gated, plain)
 
     def _lanes_variant(self, target: Target) -> LanesVariant | None:
-        if self._rows_variant(target) is not None:
+        if self._matrix_variant(target) is not None or self._rows_variant(target) is not None:
             return None
         shape = LanesShape(target.rows(self), self.weight.dtype)
         return target.tuning.choose(matmul_lanes_variant, shape)
@@ -223,8 +225,6 @@ class Linear(Projection):
         """The variant for the largest shard; None where it is not multiplied by matrices."""
         plain = self.gate is None and self.factors is None and self.norm is None
         if target.vec(self) or not plain or target.kind.invariant:
-            return None
-        if self._rows_variant(target) is not None or self._lanes_variant(target) is not None:
             return None
         rows, (_, k), shard = target.rows(self), self.weight.shape, self.weight.shards[0]
         splits = _has_room_for_splits(target, rows, shard.rows) and not self.gated
