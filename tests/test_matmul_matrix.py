@@ -129,7 +129,7 @@ def tuning_of(device: Device, *shapes: MatrixShape, storage: int = 49152) -> Tun
 
 def test_it_is_for_adapters_with_matrices(device: Device) -> None:
     shape = MatrixShape(16, 16, 16)
-    call = 512, 4096, 4096, True
+    call = 512, 4096, 4096, "q4", True
     assert matmul_matrix_variant(tuning_of(device), *call) is None
     assert matmul_matrix_variant(tuning_of(device, MatrixShape(16, 8, 8), shape), *call) is not None
     small = matmul_matrix_variant(tuning_of(device, shape, storage=16384), *call)
@@ -139,11 +139,18 @@ def test_it_is_for_adapters_with_matrices(device: Device) -> None:
     assert matmul_matrix_variant(unknown, *call) is None
 
 
+def test_a_few_rows_are_left_to_another_kernel(device: Device) -> None:
+    tuning = tuning_of(device, MatrixShape(16, 16, 16))
+    for dtype, most in (("q4", 32), ("bf16", 12)):
+        assert matmul_matrix_variant(tuning, most, 4096, 4096, dtype, True) is None
+        assert matmul_matrix_variant(tuning, most + 1, 4096, 4096, dtype, True) is not None
+
+
 def test_columns_are_shared_where_tiles_are_few(device: Device) -> None:
     tuning = tuning_of(device, MatrixShape(16, 16, 16))
-    few = matmul_matrix_variant(tuning, 128, 4096, 14336, True)
-    many = matmul_matrix_variant(tuning, 512, 28672, 4096, True)
-    alone = matmul_matrix_variant(tuning, 128, 4096, 14336, False)
+    few = matmul_matrix_variant(tuning, 128, 4096, 14336, "q4", True)
+    many = matmul_matrix_variant(tuning, 512, 28672, 4096, "q4", True)
+    alone = matmul_matrix_variant(tuning, 128, 4096, 14336, "bf16", False)
     assert few is not None
     assert many is not None
     assert alone is not None

@@ -226,9 +226,10 @@ class Linear(Projection):
         plain = self.gate is None and self.factors is None and self.norm is None
         if target.vec(self) or not plain or target.kind.invariant:
             return None
-        rows, (_, k), shard = target.rows(self), self.weight.shape, self.weight.shards[0]
-        splits = _has_room_for_splits(target, rows, shard.rows) and not self.gated
-        return target.tuning.choose(matmul_matrix_variant, rows, shard.rows, k, splits)
+        rows, weight, n = target.rows(self), self.weight, self.weight.shards[0].rows
+        splits = _has_room_for_splits(target, rows, n) and not self.gated
+        sizes = rows, n, weight.shape[1]
+        return target.tuning.choose(matmul_matrix_variant, *sizes, weight.dtype, splits)
 
     def lower(self, low: Lowering) -> None:
         rows = low.rows(self)

@@ -7,11 +7,13 @@ from typing import Any
 
 from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.native.library import MatrixShape
+from infer.kernels.gpu.tensor import INTEGERS
 
 X_SCALES = "f16"
 """The form of activations that the kernel reads: f16, with an f32 scale for each row."""
 
 _PADDING = 16  # bytes between the rows of a tile, against bank conflicts
+_FEW_ROWS, _FEW_INT8_ROWS = 12, 32  # that matmul_rows multiplies faster, by floats and integers
 _MOST_SPLITS = 8  # of a matrix' columns
 _SPLIT_COLUMNS = 512  # at the least
 _START = 128  # columns: what a workgroup waits for before its first product, and its end
@@ -85,13 +87,13 @@ class MatrixVariant:
 
 
 def matmul_matrix_variant(
-    tuning: Tuning, rows: int, n: int, k: int, splits: bool
+    tuning: Tuning, rows: int, n: int, k: int, dtype: str, splits: bool
 ) -> MatrixVariant | None:
-    """None where the adapter has no such matrices. Otherwise the tile that takes a large GPU the
-    least time: workgroups go in rounds of one for each multiprocessor. splits: whether workgroups
-    may share columns."""
+    """None where the adapter has no such matrices, or rows are so few that matmul_rows is faster.
+    Otherwise the tile that takes a large GPU the least time: workgroups go in rounds of one for
+    each multiprocessor. splits: whether workgroups may share columns."""
     shape = matrix_shape(tuning)
-    if shape is None:
+    if shape is None or rows <= (_FEW_INT8_ROWS if dtype in INTEGERS else _FEW_ROWS):
         return None
     most = min(_MOST_SPLITS, k // _SPLIT_COLUMNS) if splits else 1
     speeds = {
