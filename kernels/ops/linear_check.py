@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from infer.kernels.checks.arrays import Array, rounded
-from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome
+from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome, WithoutMatrices
 from infer.kernels.checks.forward import Floats
 from infer.kernels.checks.inputs import (
     FLOATS,
@@ -128,20 +128,16 @@ class ByMatrix(Tuning):
         return given
 
 
-class ByVec(Tuning):
+class ByVec(WithoutMatrices):
     """Takes matmul_vec for 2 to 8 rows, and tiles for more, everywhere."""
 
     def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
-        never: Mapping[Any, Any] = {
-            few_rows: False,
-            matmul_lanes_variant: None,
-            matmul_matrix_variant: None,
-        }
-        given: Variant = never[rule] if rule in never else rule(self, *call)
+        never: Mapping[Any, Any] = {few_rows: False, matmul_lanes_variant: None}
+        given: Variant = never[rule] if rule in never else super().choose(rule, *call)
         return given
 
 
-class ByLanes(Tuning):
+class ByLanes(WithoutMatrices):
     """The rules for software adapters."""
 
     def __init__(self, device: Device) -> None:
@@ -149,7 +145,7 @@ class ByLanes(Tuning):
         self.software = True
 
 
-class ByRows(Tuning):
+class ByRows(WithoutMatrices):
     """Takes matmul_rows wherever it can be, of this variant where that can."""
 
     def __init__(self, device: Device, variant: RowsVariant | None = None) -> None:
@@ -159,7 +155,7 @@ class ByRows(Tuning):
     def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
         known: Any = rule
         asked: Any = call and call[0]
-        chosen: Any = rule(self, *call)
+        chosen: Any = super().choose(rule, *call)
         if known is few_rows:
             chosen = 2 <= asked <= MOST_ROWS and self.subgroup_size >= LEAST_LANES
         elif known is matmul_rows_variant:
