@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
@@ -11,7 +11,7 @@ from typing import Any, cast
 from infer.engine.constraint import WHITESPACE, schema_error
 from infer.kernels.errors import RequestError
 from infer.sampling import SamplingParams
-from infer.text.answer import PROMPT_END, AnswerParser, AnswerStyle, answer_style
+from infer.text.answer import AnswerParser, AnswerStyle, answer_style
 from infer.text.argument_grammars import escaped
 from infer.text.chat import choose_template
 from infer.text.schemas import loose_argument_ways
@@ -46,10 +46,10 @@ class Reading:
         if tokenizer.has_chat_template or template:
             source = choose_template(tokenizer.templates, template, with_tools=with_tools)
         style = answer_style(source)
-        end = tokenizer.decode(prompt_ids[-PROMPT_END:], skip_special_tokens=False)
-        thinking = style.begins_thinking(end)
-        may_think = style.thinks and not end.rstrip().endswith(style.thought[1])
         keep = tokenizer.named_in(style.markers(with_tools=with_tools))
+        begun = _begun(tokenizer, prompt_ids, keep)
+        thinking = style.is_thinking(begun)
+        may_think = style.thinks and not begun.rstrip().endswith(style.thought[1])
         return cls(
             style,
             tools,
@@ -68,7 +68,7 @@ class Reading:
             self.tools.functions,
             most=most,
             thinking=self.thinking,
-            tokens=self.special_tokens.keys(),
+            tokens=self.special_tokens.keys() | self.text_tokens.keys(),
         )
 
     @property
@@ -113,6 +113,17 @@ class Reading:
 
     def _kept(self, ids: Mapping[str, int]) -> Mapping[str, int]:
         return {name: i for name, i in ids.items() if i in self.keep}
+
+
+def _begun(tokenizer: Tokenizer, prompt_ids: Sequence[int], markers: Collection[int]) -> str:
+    """What a prompt has of the answer: the text behind the last added token that is no marker, as
+    those around roles are. The role's name may stand in front of it."""
+    added = {*tokenizer.special_names.values(), *tokenizer.added_text_ids.values()}
+    others = added.difference(markers)
+    begin = len(prompt_ids)
+    while begin and prompt_ids[begin - 1] not in others:
+        begin -= 1
+    return tokenizer.decode(prompt_ids[begin:], skip_special_tokens=False)
 
 
 def _content(params: SamplingParams) -> str | None:

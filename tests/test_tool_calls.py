@@ -244,6 +244,33 @@ def test_thoughts_that_the_prompt_begins(address: str, engine: ForcedEngine) -> 
     assert (message["reasoning"], message["content"]) == ("Hm.", '{"a": 1}')
 
 
+@pytest.mark.usefixtures("with_template")
+@pytest.mark.parametrize(
+    ("begun", "rest", "reasoning", "content"),
+    [
+        ("<think>" + "Well. " * 20, "Hm.</think>Yes.", "Hm.", "Yes."),
+        ("<think>Hm.</think>Y", "es.", None, "es."),
+        ("", "Yes.", None, "Yes."),
+    ],
+)
+def test_thoughts_of_an_answer_that_is_begun(
+    address: str,
+    engine: ForcedEngine,
+    begun: str,
+    rest: str,
+    reasoning: str | None,
+    content: str,
+) -> None:
+    messages = [
+        {"role": "user", "content": "What is <think>?"},
+        {"role": "assistant", "content": begun},
+    ]
+    engine.text = rest
+    asked: dict[str, Any] = {"messages": messages, "continue_final_message": True}
+    message = answer(address, CHAT, **asked)["choices"][0]["message"]
+    assert (message.get("reasoning"), message["content"]) == (reasoning, content)
+
+
 def function(**changes: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "f", **changes}}]
 

@@ -474,6 +474,11 @@ def test_what_no_limit_can_cut_is_text() -> None:
     for text in ("a <", "a <tool_", "<thi"):
         parser = AnswerParser(style, FUNCTIONS, tokens=("<tool_call>", "<think>", "</think>"))
         assert (parser.add(text) + parser.finish(cut=True)).text == text
+    for special in (True, False):
+        tokenizer = demo_tokenizer({"<|stop|>": True, "<tool_call>": special}, ["<|stop|>"])
+        tools = check_tools([{"type": "function", "function": {"name": "now"}}])
+        parser = Reading.of(tokenizer, tools, [], None).parser()
+        assert (parser.add("a <") + parser.finish(cut=True)).text == "a <"
     for sign, text in ((LLAMA, '{"name": "Bob and'), (PYTHONIC, "[Bob")):
         parser = AnswerParser(answer_style(sign), FUNCTIONS)
         assert parser.add(text).text == text

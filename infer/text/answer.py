@@ -18,7 +18,6 @@ _THOUGHTS = (
     ("<|channel>thought", "<channel|>"),  # Gemma 4
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command
 )
-PROMPT_END = 16  # tokens at the end of a prompt, in which a template may have begun the thought
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,12 @@ class AnswerStyle:
             return (*self.thought, *self.tools.markers)
         return self.thought
 
-    def begins_thinking(self, prompt_end: str) -> bool:
-        """Whether the prompt has begun the thought itself."""
-        return not self.tools.whole and prompt_end.rstrip().endswith(self.thought[0])
+    def is_thinking(self, begun: str) -> bool:
+        """Whether the prompt, of which this is what it has of the answer, has begun a thought and
+        not ended it."""
+        begin, end = self.thought
+        _, begins, thought = begun.rpartition(begin)
+        return not self.tools.whole and begins != "" and end not in thought
 
 
 @lru_cache(maxsize=32)
