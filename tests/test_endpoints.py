@@ -469,6 +469,11 @@ def test_what_a_chat_template_leaves_out_is_told(caplog: pytest.LogCaptureFixtur
         for text, noted in (("Be brief.", told), (BILLING + "1;", None)):
             body = {"system": text, "messages": MESSAGES, "max_tokens": 1}
             assert ask(address, "/v1/messages", body)[0].getheader("X-Infer-Warning") == noted
+        for path, body in (
+            ("/tokenize", {"messages": [system, *MESSAGES]}),
+            ("/v1/messages/count_tokens", {"system": "Be brief.", "messages": MESSAGES}),
+        ):
+            assert ask(address, path, body)[0].getheader("X-Infer-Warning") == told
         for messages, tools in ((MESSAGES, []), ([system, *MESSAGES], [tool])):
             response, _ = ask(address, CHAT, {"messages": messages, "tools": tools})
             assert (response.status, response.getheader("X-Infer-Warning")) == (200, None)

@@ -139,7 +139,7 @@ async def count_tokens(call: Call[CountTokensRequest]) -> None:
     call.service.model(call.request.model)
     prompt, tools, args = await call.read(partial(_read_chat, call))
     job = Job([prompt], "messages", None, MessagesFormat, args, tools)
-    (ids,) = await encode(call.service.engine, job)
+    (ids,) = await encode(call, job)
     await call.reply(TokensCount(len(ids)))
 
 

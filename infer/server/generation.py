@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import msgspec
 
@@ -23,7 +23,8 @@ from infer.server.endpoint import Call
 from infer.server.engine import Answer, EngineClient, LongPromptError
 from infer.server.errors import ApiError, api_error
 from infer.server.protocol import MAX_ANSWERS, RequestT, named_in
-from infer.text.chat import choose_template, left_out
+from infer.server.threads import in_thread
+from infer.text.chat import left_out
 from infer.text.tools import ToolOptions, check_tools
 
 log = logging.getLogger(__name__)
@@ -128,8 +129,7 @@ def generate(
 async def _open(call: Call[Any], job: Job, adapter: str | None) -> list[Answer]:
     engine, params = call.service.engine, job.params
     try:
-        prompts = await encode(engine, job)
-        await _note_left_out(call, job)
+        prompts = await encode(call, job)
         if job.before is not None:
             await job.before(engine, prompts, adapter)
         if job.params is None:
@@ -150,24 +150,6 @@ async def _open(call: Call[Any], job: Job, adapter: str | None) -> list[Answer]:
         raise told from error
 
 
-async def _note_left_out(call: Call[Any], job: Job) -> None:
-    """Tell client and log of messages that the chat template leaves out of the prompt, the log once
-    of each kind."""
-    engine = call.service.engine
-    if job.tools is None or not engine.templates:  # not a chat
-        return
-    args = _template_args(job)
-    source = choose_template(engine.templates, None, with_tools="tools" in args)
-    variables = {**engine.special_tokens, **args}
-    for messages in map(without_billing, job.prompts):
-        texts = await asyncio.to_thread(left_out, source, messages, variables)  # type: ignore[arg-type]
-        call.warnings += texts
-        for text in texts:
-            if text not in call.service.noted:
-                call.service.noted.add(text)
-                log.warning("%s: %s", call.service.name, text)
-
-
 def _template_args(job: Job) -> dict[str, Any]:
     """What the chat template may read, functions included."""
     args = dict(job.template_args)
@@ -176,13 +158,37 @@ def _template_args(job: Job) -> dict[str, Any]:
     return args
 
 
-async def encode(engine: EngineClient, job: Job) -> list[list[int]]:
+async def encode(call: Call[Any], job: Job) -> list[list[int]]:
     """The token ids of the prompts. Raises ApiError (400) for one that is too long."""
+    engine, template_args = call.service.engine, _template_args(job)
     given: Sequence[Prompt] = [without_billing(prompt) for prompt in job.prompts]
     if job.suffix is not None:
         given = [_infill(engine, prompt, job.suffix) for prompt in given]
-    template_args = _template_args(job)
-    return [await encode_prompt(engine, each, template_args, job.param) for each in given]
+    encoded = [await encode_prompt(engine, each, template_args, job.param) for each in given]
+    for prompt in given:
+        await note_left_out(call, prompt, template_args)
+    return encoded
+
+
+async def note_left_out(
+    call: Call[Any], prompt: Prompt, template_args: Mapping[str, Any]
+) -> None:
+    """Tell client and log of messages that the chat template leaves out of a prompt that is
+    encoded, the log once of each kind."""
+    engine, service = call.service.engine, call.service
+    if not engine.templates or not _is_chat(prompt):
+        return
+    variables = {**engine.special_tokens, **template_args}
+    texts = await in_thread(partial(left_out, engine.templates, prompt, variables))
+    call.warnings += texts
+    for text in texts:
+        if text not in service.noted:
+            service.noted.add(text)
+            log.warning("%s: %s", service.name, text)
+
+
+def _is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    return bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 # Of Claude Code, with other values in each request: it would spoil the cache of all that follows.
@@ -193,7 +199,7 @@ _BILLING = re.compile(
 
 def without_billing(prompt: Prompt) -> Prompt:
     """A chat without the fields of such lines in system messages; what else is there stays."""
-    if not prompt or not isinstance(prompt[0], Mapping):
+    if not _is_chat(prompt):
         return prompt
     messages: list[Any] = []
     for message in prompt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from infer.server.chat import template_args
 from infer.server.endpoint import Call
 from infer.server.errors import ApiError
-from infer.server.generation import without_billing
+from infer.server.generation import note_left_out, without_billing
 from infer.server.protocol import (
     DetokenizeRequest,
     Text,
@@ -30,7 +30,9 @@ async def tokenize(call: Call[TokenizeRequest]) -> None:
         own = template_args(request)
         if (offered := check_tools(request.tools).offered) is not None:
             own["tools"] = offered
-        ids = await engine.encode(without_billing(request.messages), own)
+        messages = without_billing(request.messages)
+        ids = await engine.encode(messages, own)
+        await note_left_out(call, messages, own)
     texts = None
     if request.return_token_strs:
         known = {i: await engine.decode([i]) for i in dict.fromkeys(ids)}

@@ -187,10 +187,14 @@ def render(
 
 
 def left_out(
-    source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    templates: Mapping[str, str],
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    template: str | None = None,
 ) -> list[str]:
     """A sentence for each kind of message that a chat template leaves out of the prompt. The
-    arguments are those that `render` has taken."""
+    arguments are those that `choose_template` and `render` have taken."""
+    source = choose_template(templates, template, with_tools=variables.get("tools") is not None)
     keys = ("role", "content", "tool_calls")
     given = [{key: each[key] for key in keys if each.get(key)} for each in messages]
     # No variable of templates: `render_chat` obeys it.

@@ -237,9 +237,8 @@ class Tokenizer:
     ) -> list[str]:
         """A sentence for each kind of message that the chat template leaves out of the prompt. The
         arguments are those that `render_chat` has taken."""
-        with_tools = template_args.get("tools") is not None
-        source = choose_template(self.templates, template, with_tools=with_tools)
-        return left_out(source, messages, self.special_tokens | template_args)
+        variables = self.special_tokens | template_args
+        return left_out(self.templates, messages, variables, template)
 
     def encode_chat(
         self,
