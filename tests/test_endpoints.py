@@ -177,6 +177,18 @@ def test_content_that_is_no_text(address: str, path: str, body: dict[str, Any], 
     assert message == f"Content of the type '{kind}' is not supported: only text is."
 
 
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_refusal_is_text(path: str) -> None:
+    engine = FakeEngine()
+    part = {"type": "refusal", "refusal": "No."}
+    given = [{"content": [part]}, {"content": None, "refusal": "No."}, {"content": "Yes."}]
+    messages = [{"role": "assistant", **each} for each in given]
+    with serving(fake_service(engine)) as address:
+        assert ask(address, path, {"messages": [*messages, *MESSAGES]})[0].status == 200
+    told = [each["content"] for each in engine.asked[0][0]]
+    assert told[:3] == [[{"type": "text", "text": "No."}], "No.", "Yes."]
+
+
 def test_what_servers_of_others_did_in_old_turns_is_left_out() -> None:
     engine = FakeEngine()
     found = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "tool_reference"}]}
@@ -297,7 +309,8 @@ def test_the_fields_of_a_line_for_bills_are_no_prompt(given: str, left: str) -> 
         for path, body in bodies:
             assert ask(address, path, body)[0].status == 200
     prompts = [prompt for prompt, *_ in engine.asked if isinstance(prompt[0], dict)]
-    assert prompts.pop(1) == [{**parts, "content": [{"type": "text", "text": left}]}, asked]
+    own = [{**parts, "content": [{"type": "text", "text": left}]}] if left else []
+    assert prompts.pop(1) == [*own, asked]
     expected = [{"role": "system", "content": left}, asked] if left else [asked]
     assert prompts == [expected] * (len(bodies) - 1)
 

@@ -263,6 +263,10 @@ def test_a_developer_where_the_template_has_none(address: str) -> None:
     ]
     assert each[0]["choices"] == each[1]["choices"]
     assert each[0]["usage"]["prompt_tokens"] == each[1]["usage"]["prompt_tokens"]
+    told = answer(address, "/tokenize", messages=[{"role": "developer", "content": "Be brief."}])
+    assert told == answer(
+        address, "/tokenize", messages=[{"role": "system", "content": "Be brief."}]
+    )
 
 
 def test_an_answer_that_is_begun_goes_on(address: str, llm: LLM) -> None:

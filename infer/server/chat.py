@@ -54,7 +54,7 @@ def read(call: Call[ChatRequest]) -> Job:
         parallel_tool_calls=request.parallel_tool_calls,
     )
     return Job(
-        [_messages(request.messages, call.service.engine.template)],
+        [read_messages(request.messages, call.service.engine.template)],
         "messages",
         params,
         partial(ChoicesFormat, ChatChoices(), request.stream_options),
@@ -65,12 +65,31 @@ def read(call: Call[ChatRequest]) -> Job:
     )
 
 
-def _messages(given: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """The messages. A developer's message is the system's if the template has no such role."""
+def read_messages(given: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """The messages. A developer's message is the system's if the template has no such role, and
+    the assistant's refusals are text."""
+    messages = [*map(_with_refusals, given)]
     if "developer" in template:
-        return given
+        return messages
     other = {"role": "system"}
-    return [each | other if each.get("role") == "developer" else each for each in given]
+    return [each | other if each.get("role") == "developer" else each for each in messages]
+
+
+def _with_refusals(message: dict[str, Any]) -> dict[str, Any]:
+    """A message in which a refusal, which OpenAI has beside the content or as a part of it, is
+    text."""
+    content, refusal = message.get("content"), message.get("refusal")
+    if content is None and refusal is not None:
+        return message | {"content": refusal}
+    if not isinstance(content, list):
+        return message
+    parts = [
+        {"type": "text", "text": part.get("refusal")}
+        if isinstance(part, dict) and part.get("type") == "refusal"
+        else part
+        for part in content
+    ]
+    return message | {"content": parts}
 
 
 def reasoning_args(effort: str | None) -> dict[str, Any]:

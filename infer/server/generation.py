@@ -170,9 +170,7 @@ async def encode(call: Call[Any], job: Job) -> list[list[int]]:
     return encoded
 
 
-async def note_left_out(
-    call: Call[Any], prompt: Prompt, template_args: Mapping[str, Any]
-) -> None:
+async def note_left_out(call: Call[Any], prompt: Prompt, template_args: Mapping[str, Any]) -> None:
     """Tell client and log of messages that the chat template leaves out of a prompt that is
     encoded, the log once of each kind."""
     engine, service = call.service.engine, call.service
@@ -205,7 +203,7 @@ def without_billing(prompt: Prompt) -> Prompt:
     for message in prompt:
         if isinstance(message, Mapping) and message.get("role") in ("system", "developer"):
             content = _unbilled(message.get("content"))
-            if content == "" != message["content"]:
+            if not content and message.get("content"):
                 continue
             message = {**message, "content": content}
         messages.append(message)
@@ -217,7 +215,8 @@ def _unbilled(content: Any) -> Any:
         case str() if _BILLING.search(content):
             return _BILLING.sub("", content).lstrip("\n")
         case list():
-            return [_unbilled(part) for part in content]
+            unbilled = [(part, _unbilled(part)) for part in content]
+            return [new for part, new in unbilled if new == part or new["text"]]
         case {"text": str(text)}:
             return {**content, "text": _unbilled(text)}
     return content

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infer.server.chat import template_args
+from infer.server.chat import read_messages, template_args
 from infer.server.endpoint import Call
 from infer.server.errors import ApiError
 from infer.server.generation import note_left_out, without_billing
@@ -30,7 +30,7 @@ async def tokenize(call: Call[TokenizeRequest]) -> None:
         own = template_args(request)
         if (offered := check_tools(request.tools).offered) is not None:
             own["tools"] = offered
-        messages = without_billing(request.messages)
+        messages = without_billing(read_messages(request.messages, engine.template))
         ids = await engine.encode(messages, own)
         await note_left_out(call, messages, own)
     texts = None
