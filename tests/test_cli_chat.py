@@ -350,6 +350,19 @@ def test_a_server_thinks(capsys: pytest.CaptureFixture[str]) -> None:
     assert engine.asked[2][0] == users("Hi", "Done.", "Go on")
 
 
+def test_what_a_server_warns_of_is_noted_once(capsys: pytest.CaptureFixture[str]) -> None:
+    from serving import Scripted, fake_service, serving
+
+    engine = Scripted(Chunk("Yes.", 1))
+    said = "{% for m in messages %}{{ m.content if m.role != 'system' }}{% endfor %}"
+    engine.templates = {"default": said}
+    with serving(fake_service(engine)) as address:
+        server = Server(address, None)
+        Conversation(server, {}, "Be brief.", typed=True, verbose=False).run(Given("Hi", "And?"))
+    told = "note: The chat template leaves messages of the role 'system' out of the prompt.\n"
+    assert capsys.readouterr().err == told
+
+
 # A server
 
 

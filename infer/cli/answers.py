@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from infer.cli.client import Client
-from infer.cli.terminal import warnings_as_notes
+from infer.cli.terminal import note, warnings_as_notes
 from infer.kernels.errors import InferError, RequestError
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class Server:
         self._template_args = template_args or {}
         self.tokens: int | None = None
         self.finish_reason: str | None = None
+        self._told: set[str] = set()
         self.name = model or self._first_model()
 
     def _first_model(self) -> str:
@@ -123,6 +124,10 @@ class Server:
         if self._template_args:
             body["chat_template_kwargs"] = self._template_args
         with self._ask("/chat/completions", body) as response:
+            warning = response.getheader("X-Infer-Warning")
+            if warning is not None and warning not in self._told:
+                self._told.add(warning)
+                note(f"note: {warning}")
             for event in _events(response):
                 if "error" in event:
                     raise InferError(str(event["error"].get("message", "The answer failed.")))
