@@ -643,11 +643,13 @@ def read(format: ToolFormat, answer: str, schema: dict[str, Any]) -> Any:
     return arguments
 
 
-def grammar_of(format: ToolFormat, schema: dict[str, Any], *, strict: bool = True) -> str:
+def grammar_of(
+    format: ToolFormat, schema: dict[str, Any], *, strict: bool = True, choice: str = "required"
+) -> str:
     function = {"name": "f", "parameters": schema, "strict": strict}
     params = Reading(
         AnswerStyle(format, ("<think>", "</think>"), True),
-        check_tools([{"type": "function", "function": function}], "required", False),
+        check_tools([{"type": "function", "function": function}], choice, False),
         thinking=False,
         may_think=False,
         keep=frozenset(),
@@ -667,6 +669,21 @@ def accepts(grammar: str, answer: str) -> bool:
     tokens = list(answer.encode())
     taken: int = matcher.try_consume_tokens(tokens)
     return taken == len(tokens) and matcher.is_accepting()
+
+
+def test_strict_functions_that_gpt_oss_may_call() -> None:
+    """Thoughts, what the user is told before, and a final text stay free."""
+    (harmony,) = (each for each in FORMATS if each.name == "harmony")
+    schema = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
+    grammar = grammar_of(harmony, schema, choice="auto")
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    told = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": "Oslo"}'
+    final = "<|channel|>final<|message|>It is cold.\n"
+    for before in ("", thought, told, thought + told + thought):
+        assert accepts(grammar, before + call)
+        assert accepts(grammar, before + final)
+        assert not accepts(grammar, before + call.replace("Oslo", "Rome"))
 
 
 DEFINED: dict[str, Any] = {
@@ -1015,9 +1032,7 @@ def test_markers_that_are_tokens(format: ToolFormat, special: bool) -> None:
             keep=tokenizer.named_in(tuple(markers)),
         )
         params = reading.held(SamplingParams())
-        if not params.constrained:
-            assert (format.whole, choice) == (True, "auto")
-            continue
+        assert params.constrained
         draws = map(random.Random, range(20))
         constraint = constraints.of(params)
         assert constraint is not None

@@ -181,9 +181,10 @@ def answer_grammar(
         if content is None or not thought:
             return None
         return lark.written(f"{thought} {final} {content}")
-    if layout.single and not tools.required and content is None:
-        return None
     functions = [tool["function"] for tool in tools.offered]
+    is_strict = any(each.get("strict") for each in functions)
+    if layout.single and not (tools.required or is_strict) and content is None:
+        return None
     calls = [
         lark.sequence(layout.name.replace("NAME", each["name"]))
         + f" {_arguments(lark, layout, each, schema_of(each), error_of)} "
@@ -205,6 +206,10 @@ def answer_grammar(
         return lark.written(f"{thought} {all_calls}")
     if content is not None:
         return lark.written(f"{thought} ({all_calls} | {final} {content})")
+    if layout.single:
+        preamble = lark.message("commentary")  # what the user is told before a call
+        answer = f"({all_calls} | {final} text)"
+        return lark.written(f"({thought} {preamble})* {thought} {answer}")
     if not layout.begin or style.tools.name == "pythonic":
         first = "\\[" if layout.begin else "{"
         lark.rules.append(f"OTHER: /\\s*[^{first}\\s](.|\\n)*/")
@@ -335,15 +340,18 @@ class _Lark:
     def thought(self, style: AnswerStyle, thinking: bool, may_think: bool) -> str:
         """What an answer may begin with; of a thought that has begun, the rest."""
         if style.tools.whole:
-            analysis = self.sequence("<|channel|>analysis<|message|>")
-            end = self.text_until("<|end|>")
-            return f"({analysis} {end} {self.sequence('<|start|>assistant')})*"
+            return f"({self.message('analysis')})*"
         begin, end = style.thought
         if thinking:
             return f"{self.text_until(end)} SPACE?"
         if may_think:
             return f"({self.sequence(begin)} {self.text_until(end)} SPACE?)?"
         return ""
+
+    def message(self, channel: str) -> str:
+        """A message in a channel of gpt-oss's, and the beginning of the next one."""
+        begin = self.sequence(f"<|channel|>{channel}<|message|>")
+        return f"{begin} {self.text_until('<|end|>')} {self.sequence('<|start|>assistant')}"
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """The name of a rule of what is valid under a schema. Equal schemas share a rule."""
