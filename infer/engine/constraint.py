@@ -19,7 +19,6 @@ from importlib import import_module
 from itertools import takewhile
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from infer.foreign import foreign, shown
 from infer.kernels.errors import InferError, RequestError, UnsupportedError
 from infer.sampling import SamplingParams
+from infer.text.schemas import SchemaError, target
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -68,7 +68,9 @@ def _circular(schema: object) -> str | None:
             return True
         if ref in done:
             return False
-        parts: list[Any] = [_target(schema, ref)]
+        parts: list[Any] = []
+        with suppress(SchemaError):  # which the library says better
+            parts.append(target(ref, schema))
         while parts:
             part = parts.pop()
             if isinstance(part, Mapping):
@@ -82,20 +84,6 @@ def _circular(schema: object) -> str | None:
     refs = (part["$ref"] for part in _parts(schema) if isinstance(part.get("$ref"), str))
     found = next((ref for ref in refs if leads_to(ref, frozenset())), None)
     return None if found is None else f"$ref {shown(found)} leads to itself, and to no value."
-
-
-def _target(schema: object, ref: str) -> Any:
-    """What a reference into the schema stands for; None for another one."""
-    part: Any = schema
-    if not ref.startswith("#/") and ref != "#":
-        return None
-    for name in unquote(ref).split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(part, list) and name.isdecimal():
-            part = part[int(name)] if int(name) < len(part) else None
-        else:
-            part = part.get(name) if isinstance(part, Mapping) else None
-    return part
 
 
 def _parts(schema: object) -> Iterator[Mapping[str, Any]]:

@@ -159,10 +159,10 @@ def standalone(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
         copied: dict[str, Any] = {}
         for key, value in part.items():
             if key == "$ref":
-                target = _target(value, root)
+                referred = target(value, root)
                 if value not in names:
                     names[value] = name = str(len(names))
-                    found[name] = moved(target)
+                    found[name] = moved(referred)
                 copied[key] = f"#/$defs/{names[value]}"
             elif key in ("properties", "patternProperties") and isinstance(value, Mapping):
                 copied[key] = {name: moved(each) for name, each in value.items()}
@@ -179,8 +179,8 @@ def standalone(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def _target(pointer: object, root: Mapping[str, Any]) -> object:
-    """What a reference within the schema is to."""
+def target(pointer: object, root: object) -> object:
+    """What a reference within a schema is to. Raises SchemaError for another."""
     if not isinstance(pointer, str) or not re.match(r"#(/|$)", pointer):
         raise SchemaError(f"$ref {pointer!r} is not within the schema")
     found: Any = root
@@ -207,7 +207,7 @@ def _ways(schema: object, root: Mapping[str, Any], within: tuple[str, ...]) -> l
     if (pointer := schema.get("$ref")) is not None:
         if pointer in within:
             raise SchemaError(f"$ref {pointer!r} is to itself")
-        found = _both(found, _ways(_target(pointer, root), root, (*within, pointer)))
+        found = _both(found, _ways(target(pointer, root), root, (*within, pointer)))
     for part in _list(schema, "allOf"):
         found = _both(found, _ways(part, root, within))
     for key in ("anyOf", "oneOf"):
