@@ -25,7 +25,8 @@ _MOST = 1 << 16  # characters of the schema of a function's arguments
 @dataclass(frozen=True)
 class Reading:
     """thinking: the prompt has begun the thought. may_think: the answer may begin one. keep: the
-    tokens in markers of the style, which the text needs."""
+    tokens in markers of the style, which the text needs. opened: the header of the message that
+    the prompt has begun, in formats where answers are messages."""
 
     style: AnswerStyle
     tools: Tools
@@ -35,6 +36,7 @@ class Reading:
     special_tokens: Mapping[str, int]
     text_tokens: Mapping[str, int]
     ends: frozenset[int]
+    opened: str = ""
 
     @classmethod
     def of(
@@ -47,7 +49,7 @@ class Reading:
             source = choose_template(tokenizer.templates, template, with_tools=with_tools)
         style = answer_style(source)
         keep = tokenizer.named_in(style.markers(with_tools=with_tools))
-        begun = _begun(tokenizer, prompt_ids, keep)
+        begun = _begun(tokenizer, prompt_ids, keep - tokenizer.named_in(("<|start|>",)))
         thinking = style.is_thinking(begun)
         may_think = style.thinks and not begun.rstrip().endswith(style.thought[1])
         return cls(
@@ -59,17 +61,20 @@ class Reading:
             tokenizer.special_names,
             tokenizer.added_text_ids,
             tokenizer.eos_token_ids,
+            style.opened(begun),
         )
 
     def parser(self) -> AnswerParser:
         most = None if self.tools.parallel else 1
-        return AnswerParser(
+        parser = AnswerParser(
             self.style,
             self.tools.functions,
             most=most,
             thinking=self.thinking,
             tokens=self.special_tokens.keys() | self.text_tokens.keys(),
         )
+        parser.add(self.opened)
+        return parser
 
     @property
     def is_strict(self) -> bool:
@@ -89,6 +94,13 @@ class Reading:
                 "regex or a grammar: give one of them."
             )
         if params.grammar is not None:
+            return params
+        if self.opened and not self.thinking:
+            if self.tools.required:
+                raise RequestError(
+                    "tool_choice asks for a call, and this model writes none in a message that is "
+                    "begun: leave tool_choice or continue_final_message out."
+                )
             return params
         grammar = answer_grammar(
             self.style,

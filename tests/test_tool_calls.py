@@ -727,15 +727,30 @@ def test_an_agents_request_to_each_family(llm: LLM, name: str) -> None:
             assert (stream.result.reasoning or "").strip() == ("Hm." if thought else "")
             assert stream.result.finish_reason == "tool_calls"
         wrong = [("search", arguments | {"filter": {"kind": "file", "depth": "x", "tags": []}})]
-        with saying(llm, thought + family.write(wrong)):
-            if family.single:  # held where a call is forced
-                options = {"tool_choice": "required"}
-            with pytest.raises(RequestError, match="not allowed"):
-                llm.chat(HISTORY, tools=agents_tools(strict=True), template_args=args, **options)
+        with (
+            saying(llm, thought + family.write(wrong)),
+            pytest.raises(RequestError, match="not allowed"),
+        ):
+            llm.chat(HISTORY, tools=agents_tools(strict=True), template_args=args)
         answer = f"See {query}.".replace(family.begins or "", "")
         with saying(llm, thought + answer.join(family.content)):
             result = llm.chat(HISTORY, tools=agents_tools(strict=True), template_args=args)
         assert (result.text, result.tool_calls) == (answer, [])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_of_each_family_that_is_begun(llm: LLM, name: str) -> None:
+    """What is new is text, or what a regular expression holds it to."""
+    begun = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is"}]
+    options: dict[str, Any] = {"template_args": dict(FAMILIES[name].template_args)}
+    options["continue_final_message"] = True
+    with playing(llm, FAMILIES[name]):
+        for held in ({"tools": agents_tools(strict=True)}, {"regex": " [a-z]+"}):
+            with saying(llm, " four"):
+                stream = llm.stream(begun, **options, **held)
+                texts = [chunk.text for chunk in stream]
+            assert texts[0] != ""  # what comes is passed on at once
+            assert (stream.result.text, stream.result.reasoning) == (" four", "")
 
 
 PICK = {

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from infer.text.answer_reader import EnoughError, Pieces, Reader, Steps
-from infer.text.tool_formats import HERMES, ToolFormat, find_format
+from infer.text.tool_formats import HARMONY_ENDS, HERMES, ToolFormat, find_format
 
 # What is before and after a thought, at the beginning of an answer.
 _THOUGHTS = (
@@ -38,9 +38,17 @@ class AnswerStyle:
     def is_thinking(self, begun: str) -> bool:
         """Whether the prompt, of which this is what it has of the answer, has begun a thought and
         not ended it."""
+        if self.tools.whole:
+            return "<|channel|>analysis" in self.opened(begun)
         begin, end = self.thought
         _, begins, thought = begun.rpartition(begin)
-        return not self.tools.whole and begins != "" and end not in thought
+        return begins != "" and end not in thought
+
+    def opened(self, begun: str) -> str:
+        """The header of the message that the prompt has begun, where answers are messages."""
+        header, opens, text = begun.partition("<|message|>")
+        is_open = self.tools.whole and opens != "" and not any(end in text for end in HARMONY_ENDS)
+        return header.removeprefix("assistant") + opens if is_open else ""
 
 
 @lru_cache(maxsize=32)

@@ -567,7 +567,7 @@ def _gemma_value(text: str, quote: str) -> tuple[str, str]:
 # Harmony: <|channel|>analysis<|message|>...<|end|>, and calls addressed to functions
 
 
-_HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 
 
 def _harmony(reader: Reader) -> Steps[None]:
@@ -584,11 +584,11 @@ def _harmony(reader: Reader) -> Steps[None]:
         if recipient and _is_name(recipient[1]):
             reader.call(recipient[1])
             yield from _arguments(reader)
-            end = yield from reader.copy_until(*_HARMONY_ENDS, write=reader.arguments)
+            end = yield from reader.copy_until(*HARMONY_ENDS, write=reader.arguments)
         elif "<|channel|>analysis" in header:
-            end = yield from reader.think_until(*_HARMONY_ENDS)
+            end = yield from reader.think_until(*HARMONY_ENDS)
         else:
-            end = yield from reader.text_until(*_HARMONY_ENDS)
+            end = yield from reader.text_until(*HARMONY_ENDS)
         if end is None:
             return
 
@@ -618,7 +618,7 @@ FORMATS = (
         "harmony",
         ("<|channel|>analysis",),
         _harmony,
-        (*_HARMONY_ENDS, "<|channel|>", "<|message|>", "<|constrain|>"),
+        (*HARMONY_ENDS, "<|channel|>", "<|message|>", "<|constrain|>"),
         whole=True,
     ),
     ToolFormat(

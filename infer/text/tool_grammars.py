@@ -340,7 +340,8 @@ class _Lark:
     def thought(self, style: AnswerStyle, thinking: bool, may_think: bool) -> str:
         """What an answer may begin with; of a thought that has begun, the rest."""
         if style.tools.whole:
-            return f"({self.message('analysis')})*"
+            rest = self.rest_of_message() if thinking else ""
+            return f"{rest} ({self.message('analysis')})*"
         begin, end = style.thought
         if thinking:
             return f"{self.text_until(end)} SPACE?"
@@ -350,8 +351,10 @@ class _Lark:
 
     def message(self, channel: str) -> str:
         """A message in a channel of gpt-oss's, and the beginning of the next one."""
-        begin = self.sequence(f"<|channel|>{channel}<|message|>")
-        return f"{begin} {self.text_until('<|end|>')} {self.sequence('<|start|>assistant')}"
+        return f"{self.sequence(f'<|channel|>{channel}<|message|>')} {self.rest_of_message()}"
+
+    def rest_of_message(self) -> str:
+        return f"{self.text_until('<|end|>')} {self.sequence('<|start|>assistant')}"
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """The name of a rule of what is valid under a schema. Equal schemas share a rule."""
