@@ -130,10 +130,10 @@ class Reading:
 def _begun(tokenizer: Tokenizer, prompt_ids: Sequence[int], markers: Collection[int]) -> str:
     """What a prompt has of the answer: the text behind the last added token that is no marker, as
     those around roles are. The role's name may stand in front of it."""
-    added = {*tokenizer.special_names.values(), *tokenizer.added_text_ids.values()}
-    others = added.difference(markers)
     begin = len(prompt_ids)
-    while begin and prompt_ids[begin - 1] not in others:
+    while begin and (
+        prompt_ids[begin - 1] in markers or not tokenizer.is_added(prompt_ids[begin - 1])
+    ):
         begin -= 1
     return tokenizer.decode(prompt_ids[begin:], skip_special_tokens=False)
 

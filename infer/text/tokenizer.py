@@ -184,6 +184,10 @@ class Tokenizer:
         known = self._backend.id_to_token(token_id) is not None
         return known and token_id not in self._skipped
 
+    def is_added(self, token_id: int) -> bool:
+        """Whether it is an added token, special or not."""
+        return token_id in self._added
+
     def named_in(self, texts: tuple[str, ...]) -> frozenset[int]:
         """Added tokens that stand in these texts, of which there are few."""
         if texts not in self._named:
