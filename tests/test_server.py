@@ -890,6 +890,11 @@ def test_a_model_that_nobody_uses_is_unloaded(fakes: list[FakeModel]) -> None:
         for loads in (1, 2, 3):
             wait_for(lambda: fakes[0].loads == loads and FakeModel.room == [])  # noqa: B023
             answer(address, COMPLETIONS, prompt="x")
+        wait_for(lambda: FakeModel.room == [])
+        for path, more in ((COMPLETIONS, {}), ("/api/generate", {"keep_alive": 0})):
+            asked = {"model": "z", "prompt": "", **more}
+            assert ask(address, path, asked)[0].status == 404  # and loads nothing
+        assert fakes[0].loads == 4
         assert status(address)[0] == 200
 
 

@@ -47,12 +47,14 @@ class Source(Protocol):
 
 @dataclass(eq=False)
 class _Entry:
-    """A model. users: requests that use it now. waiting: requests that wait for it. used: when it
-    was last used or loaded; 0 before. leaves: whether it is unloaded as soon as nobody uses it.
-    expires: the timer that does so later."""
+    """A model. names: its own and those of its adapters, once it was loaded. users: requests that
+    use it now. waiting: requests that wait for it. used: when it was last used or loaded; 0 before.
+    leaves: whether it is unloaded as soon as nobody uses it. expires: the timer that does so
+    later."""
 
     source: Source
     name: str = ""
+    names: tuple[str, ...] = ()
     llm: LLM | None = None
     service: Service | None = None
     loading: asyncio.Task[Service] | None = None
@@ -224,8 +226,13 @@ class Host(Served):
     def _entry(self, model: str | None) -> _Entry:
         if self._draining:
             raise ApiError(503, "The server is shutting down.")
-        if model is None or len(self._entries) == 1:  # whose service knows its adapters
-            return self._entries[0]
+        first = self._entries[0]
+        if model is None:
+            return first
+        if len(self._entries) == 1:
+            if first.names:
+                find(model, first.names)
+            return first
         name = find(model, [entry.name for entry in self._entries])
         return next(entry for entry in self._entries if entry.name == name)
 
@@ -296,6 +303,7 @@ class Host(Served):
                 llm.close()
                 raise
             entry.llm, entry.service, entry.used = llm, service, time.monotonic()
+            entry.names = (entry.name, *llm.adapters)
             service.admission.draining = self._draining
             self._idle(entry)  # those who wait for it are its users from now on
             return service
