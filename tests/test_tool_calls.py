@@ -751,6 +751,9 @@ def test_an_answer_of_each_family_that_is_begun(llm: LLM, name: str) -> None:
                 texts = [chunk.text for chunk in stream]
             assert texts[0] != ""  # what comes is passed on at once
             assert (stream.result.text, stream.result.reasoning) == (" four", "")
+        if FAMILIES[name].single:  # a call is a message of its own
+            with pytest.raises(RequestError, match="tool_choice asks for a call"):
+                llm.stream(begun, **options, tools=agents_tools(), tool_choice="required")
 
 
 PICK = {

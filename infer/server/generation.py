@@ -171,8 +171,8 @@ async def encode(call: Call[Any], job: Job) -> list[list[int]]:
 
 
 async def note_left_out(call: Call[Any], prompt: Prompt, template_args: Mapping[str, Any]) -> None:
-    """Tell client and log of messages that the chat template leaves out of a prompt that is
-    encoded, the log once of each kind."""
+    """Tell the client what the chat template leaves out of a prompt, which has been encoded, and
+    the log once for each kind of message."""
     engine, service = call.service.engine, call.service
     if not engine.templates or not _is_chat(prompt):
         return
