@@ -86,6 +86,7 @@ def inspect_model(
     model: str,
     *,
     device: str | int | None = None,
+    webgpu: str | None = None,
     context: int | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -125,7 +126,8 @@ def inspect_model(
         kv_dtype=kv_dtype,
         speculate=way,
     )
-    gpu = choose_adapter(device) if device is not None or list_adapters() else None
+    given = device is not None or list_adapters(webgpu)
+    gpu = choose_adapter(device, webgpu) if given else None
     limits = Limits() if gpu is None else Limits.of(gpu.limits)
     count = MemoryCount(opened, plan.joined(loras.names), limits, gpu, loras, drafts)
     fits: bool | None = None

@@ -46,7 +46,7 @@ def generate(
 
     model: an id, a folder or an LLM. A model that is loaded here stays loaded until another one is
     asked for, and until what uses it is done. n: as for `LLM.generate`. options: those of
-    `LLM.stream`, and of `load`: device, context, dtype, quantize, kv_dtype, max_batch,
+    `LLM.stream`, and of `load`: device, webgpu, context, dtype, quantize, kv_dtype, max_batch,
     cache_memory, invariant, speculate, draft, draft_quantize, chat_template, revision, offline,
     progress, and, where the model is not an LLM, adapter.
     """

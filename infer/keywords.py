@@ -39,6 +39,7 @@ class LoadOptions(TypedDict, total=False):
     """Those of `load` that the module's `generate` and `stream` take too."""
 
     device: str | int | None
+    webgpu: str | None
     context: int | None
     dtype: str | None
     quantize: str | None

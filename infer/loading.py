@@ -53,6 +53,7 @@ def load(
     model: str | Path,
     *,
     device: str | int | None = None,
+    webgpu: str | None = None,
     context: int | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -79,6 +80,8 @@ def load(
     model: a hub id ("HuggingFaceTB/SmolLM2-135M-Instruct") or its URL, a GGUF model there
         ("unsloth/Qwen3-0.6B-GGUF:Q4_K_M", "org/name/file.gguf"), a folder, a .gguf file, or "demo".
     device: the index of an adapter, or part of its name. None: INFER_DEVICE, or the best one.
+    webgpu: the library that runs the kernels, "wgpu-native" or "dawn". None: INFER_WEBGPU, or
+        wgpu-native.
     context: the most positions of a prompt and its answer. None: the model's own, but at most 8192,
         or less if that does not fit.
     dtype: convert the matrices to "f32", "f16" or "bf16". None: keep them as they are.
@@ -140,6 +143,7 @@ def load(
         if isolate:
             asked: dict[str, Any] = {
                 "device": device,
+                "webgpu": webgpu,
                 "context": context,
                 "dtype": dtype,
                 "quantize": quantize,
@@ -160,7 +164,7 @@ def load(
             asked["adapters"] = paths or None
             return _isolated(resolved, asked, template, report)
         always, named = open_adapters(adapter, adapters, offline, fetched)
-        gpu = choose_adapter(device)
+        gpu = choose_adapter(device, webgpu)
         way = way_to_speculate(speculate, draft)
         drafts = way if draft is None else "draft"
         files = _Files.open(resolved, converted, always, named, drafts, template)

@@ -1026,7 +1026,7 @@ def test_info_opens_nothing_and_needs_nothing(
 
     monkeypatch.setattr(Device, "__init__", forbidden)
     monkeypatch.setattr(TensorInfo, "read_into", forbidden)
-    monkeypatch.setattr(infer.inspection, "list_adapters", list)  # none
+    monkeypatch.setattr(infer.inspection, "list_adapters", lambda _: [])
     folder = reference_models.load(reference_models.cases()[0]).write_checkpoint(tmp_path / "model")
     got = json.loads(invoke("info", folder, "--json").stdout)
     assert got["adapter"] is None
@@ -1056,6 +1056,13 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert part in text
 
 
+def test_the_library_of_webgpu_is_chosen() -> None:
+    text = refused("devices", "--webgpu", "metal")
+    assert "No WebGPU library is called 'metal'. Give wgpu-native or dawn" in text
+    assert "'metal'" in refused("run", "demo", PROMPT, "--webgpu", "metal")
+    assert "WebGPU    wgpu-native" in invoke("devices", "--webgpu", "wgpu-native").stdout
+
+
 def test_devices_says_what_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     features = frozenset({"shader-f16"})
     limits = infer.list_adapters()[0].limits
@@ -1064,7 +1071,7 @@ def test_devices_says_what_chose(monkeypatch: pytest.MonkeyPatch) -> None:
         AdapterInfo(1, "Chip B", "integrated", "Vulkan", "2.0", frozenset(), limits),
     ]
     for module in ("infer.kernels.gpu.adapters", "infer.cli.report"):
-        monkeypatch.setattr(f"{module}.list_adapters", lambda: adapters)
+        monkeypatch.setattr(f"{module}.list_adapters", lambda *_: adapters)
     monkeypatch.setenv("INFER_DEVICE", "chip")
     text = invoke("devices").stdout
     assert "\n* 1: Chip B\n" in text

@@ -71,12 +71,12 @@ def test_an_adapter_is_chosen_by_index_or_name(
     monkeypatch: pytest.MonkeyPatch, selector: str | int | None, index: int
 ) -> None:
     monkeypatch.delenv("INFER_DEVICE", raising=False)
-    monkeypatch.setattr(adapters, "list_adapters", lambda: THREE)
+    monkeypatch.setattr(adapters, "list_adapters", lambda _: THREE)
     assert choose_adapter(selector) is THREE[index]
 
 
 def test_a_variable_stands_in_for_a_missing_selector(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "list_adapters", lambda: THREE)
+    monkeypatch.setattr(adapters, "list_adapters", lambda _: THREE)
     monkeypatch.setenv("INFER_DEVICE", "radeon")
     assert choose_adapter() is THREE[1]
     assert choose_adapter(0) is THREE[0]
@@ -93,7 +93,7 @@ def test_a_variable_stands_in_for_a_missing_selector(monkeypatch: pytest.MonkeyP
 def test_an_unknown_adapter_is_answered_with_the_list(
     monkeypatch: pytest.MonkeyPatch, selector: str | int
 ) -> None:
-    monkeypatch.setattr(adapters, "list_adapters", lambda: THREE)
+    monkeypatch.setattr(adapters, "list_adapters", lambda _: THREE)
     with pytest.raises(DeviceError, match=rf"'{selector}'") as caught:
         choose_adapter(selector)
     for adapter in THREE:
@@ -103,7 +103,7 @@ def test_an_unknown_adapter_is_answered_with_the_list(
 def test_without_an_adapter_the_message_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(adapters, "list_adapters", list)
+    monkeypatch.setattr(adapters, "list_adapters", lambda *_: [])
     assert not is_available()
     with pytest.raises(DeviceError, match="mesa-vulkan-drivers"):
         Device.open()
@@ -494,7 +494,7 @@ def test_the_library_is_chosen_by_a_variable(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("INFER_WEBGPU", " WGPU-Native ")
     assert library() is library("wgpu-native")
     monkeypatch.setenv("INFER_WEBGPU", "metal")
-    with pytest.raises(DeviceError, match=r"'metal'.* takes wgpu-native or dawn"):
+    with pytest.raises(DeviceError, match=r"'metal'. Give wgpu-native or dawn"):
         list_adapters()
 
 

@@ -70,6 +70,7 @@ def run_bench(
     shape: str | None = None,
     *,
     device: str | int | None = None,
+    webgpu: str | None = None,
     context: int | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -96,8 +97,8 @@ def run_bench(
 ) -> BenchReport:
     """Benchmark a model, or the shape of one (a key of SHAPES) on random weights.
 
-    model, device, context, dtype, quantize, kv_dtype, adapter, revision, offline, invariant: as for
-    `load`; a shape's weights are bf16 where dtype and quantize are None, or packed as in
+    model, device, webgpu, context, dtype, quantize, kv_dtype, adapter, revision, offline, invariant:
+    as for `load`; a shape's weights are bf16 where dtype and quantize are None, or packed as in
     checkpoints of a `format` (a key of PUBLISHED), and have no adapter. prompt_tokens of the
     prefill test, of which there is one more with a prefix: the share that is in the cache before;
     decode_tokens of every decode test, of which there is one more for each of `depths`, the tokens
@@ -152,13 +153,14 @@ def run_bench(
     max_batch = min(max([1, *batches, *clients]), MAX_BATCH)
     if context is None and needed > DEFAULT_CONTEXT:
         context = needed
-    gpu = choose_adapter(device)
+    gpu = choose_adapter(device, webgpu)
     if profile and "timestamp-query" not in gpu.features:
         raise RequestError(f"{gpu} has no timestamp queries: leave out --profile.")
     opened = open_engine(
         model,
         shape,
         device,
+        webgpu,
         context,
         dtype,
         kv_dtype,
@@ -278,6 +280,7 @@ def open_engine(
     model: str | None,
     shape: str | None,
     device: str | int | None = None,
+    webgpu: str | None = None,
     context: int | None = None,
     dtype: str | None = None,
     kv_dtype: str = "f16",
@@ -304,6 +307,7 @@ def open_engine(
     if model is not None and shape is None and format is None:
         options = {
             "device": device,
+            "webgpu": webgpu,
             "context": context,
             "dtype": dtype,
             "quantize": quantize,
@@ -334,7 +338,7 @@ def open_engine(
             plan = plan_random(smaller.weights(), draft_quantize or stored).joined()
             drafts = Draft(draft, smaller, plan)
         sizes = needed, max_batch, speculate, invariant
-        return _random(shape, device, context, stored, kv_dtype, format, *sizes, drafts)
+        return _random(shape, device, webgpu, context, stored, kv_dtype, format, *sizes, drafts)
     raise RequestError(
         "Give either a model or a shape (infer bench demo, infer bench --shape llama-3.2-1b); a "
         "format is for a shape."
@@ -388,6 +392,7 @@ def _check_model(model: str, options: dict[str, Any], needed: int) -> None:
 def _random(
     shape: str,
     selector: str | int | None,
+    webgpu: str | None,
     context: int | None,
     dtype: str,
     kv_dtype: str,
@@ -403,7 +408,7 @@ def _random(
     if format not in (None, *PUBLISHED):
         raise RequestError(f"A format is one of {', '.join(PUBLISHED)}, not {format!r}.")
     published = None if format is None else PUBLISHED[format]
-    gpu = choose_adapter(selector)
+    gpu = choose_adapter(selector, webgpu)
     plan = plan_random(model.weights(), dtype, published).joined()
     positions = checked_context(model, shape, context, draft)
     if max_batch > 1 and context is None:

@@ -39,6 +39,7 @@ from infer.cli.options import (
     RevisionOption,
     SpeculateOption,
     VerboseOption,
+    WebgpuOption,
     bench_option,
     format_names,
     loading_option,
@@ -284,6 +285,7 @@ def run(
         ),
     ] = None,
     device: DeviceOption = None,
+    webgpu: WebgpuOption = None,
     context: ContextOption = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
@@ -415,6 +417,7 @@ def run(
             llm = load(
                 model,
                 device=device,
+                webgpu=webgpu,
                 context=context,
                 dtype=dtype,
                 quantize=quantize,
@@ -660,6 +663,7 @@ Example:
 def info(
     model: ModelArgument,
     device: DeviceOption = None,
+    webgpu: WebgpuOption = None,
     context: ContextOption = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
@@ -688,6 +692,7 @@ def info(
             found = inspect_model(
                 model,
                 device=device,
+                webgpu=webgpu,
                 context=context,
                 dtype=dtype,
                 quantize=quantize,
@@ -713,6 +718,7 @@ Example:
 )
 def devices(
     device: DeviceOption = None,
+    webgpu: WebgpuOption = None,
     check: Annotated[
         bool,
         output_option(
@@ -733,7 +739,7 @@ def devices(
     with exit_codes(verbose):
         from infer.cli.report import Adapters, check_kernels
 
-        adapters = Adapters.find(device)
+        adapters = Adapters.find(device, webgpu)
         if check:
             with ProgressLine() as progress:
                 checks = check_kernels(adapters.used, progress.show)
@@ -854,6 +860,7 @@ def bench(
     draft_quantize: DraftQuantizeOption = None,
     profile: Annotated[bool, bench_option("--profile", help="Time all kernels of a step.")] = False,
     device: DeviceOption = None,
+    webgpu: WebgpuOption = None,
     context: ContextOption = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
@@ -904,6 +911,7 @@ def bench(
                 model,
                 shape,
                 device=device,
+                webgpu=webgpu,
                 context=context,
                 dtype=dtype,
                 quantize=quantize,

@@ -33,6 +33,7 @@ from infer.cli.options import (
     RevisionOption,
     SpeculateOption,
     VerboseOption,
+    WebgpuOption,
     parse_template_arg,
     prompt_option,
     sampling_option,
@@ -116,6 +117,7 @@ def chat(
     ] = None,
     api_key: ApiKeyOption = None,
     device: DeviceOption = None,
+    webgpu: WebgpuOption = None,
     context: ContextOption = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
@@ -143,6 +145,7 @@ def chat(
             raise typer.BadParameter("give a model, or --url of a server", param_hint="MODEL")
         loading = {
             "--device": device,
+            "--webgpu": webgpu,
             "--context": context,
             "--dtype": dtype,
             "--quantize": quantize,
@@ -181,6 +184,7 @@ def chat(
                 llm = load(
                     model,
                     device=device,
+                    webgpu=webgpu,
                     context=context,
                     dtype=dtype,
                     quantize=quantize,

@@ -195,6 +195,16 @@ DeviceOption = Annotated[
         "the one that the variable INFER_DEVICE names, else the best there is.",
     ),
 ]
+WebgpuOption = Annotated[
+    str | None,
+    loading_option(
+        "--webgpu",
+        metavar="LIBRARY",
+        help="The library that runs the kernels: wgpu-native, or dawn, which has tensor cores and "
+        "is an extra of this package. Without it, the one that the variable INFER_WEBGPU names, "
+        "else wgpu-native.",
+    ),
+]
 ContextOption = Annotated[
     int | None,
     loading_option(

@@ -49,11 +49,11 @@ class Adapters:
     chosen_by: str
 
     @classmethod
-    def find(cls, device: str | None = None) -> Adapters:
+    def find(cls, device: str | None = None, webgpu: str | None = None) -> Adapters:
         """Raises DeviceError where there is no adapter, or none that `device` names."""
-        used = choose_adapter(device)
+        used = choose_adapter(device, webgpu)
         variable = "INFER_DEVICE" if os.environ.get("INFER_DEVICE", "").strip() else "best"
-        return cls(list_adapters(), used, variable if device is None else "--device")
+        return cls(list_adapters(webgpu), used, variable if device is None else "--device")
 
     def json(self) -> dict[str, Any]:
         entries = []

@@ -28,6 +28,7 @@ from infer.cli.options import (
     RevisionOption,
     SpeculateOption,
     VerboseOption,
+    WebgpuOption,
     loading_option,
     parse_adapter,
     parse_bytes,
@@ -133,6 +134,7 @@ def serve(
         ),
     ] = None,
     device: DeviceOption = None,
+    webgpu: WebgpuOption = None,
     context: ContextOption = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
@@ -205,6 +207,7 @@ def serve(
 
         load_options: dict[str, Any] = {
             "device": device,
+            "webgpu": webgpu,
             "context": context,
             "dtype": dtype,
             "quantize": quantize,

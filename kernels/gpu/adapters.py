@@ -62,11 +62,14 @@ class MemoryInfo:
     free: int | None
 
 
-def list_adapters() -> list[AdapterInfo]:
-    """All usable adapters of the library that INFER_WEBGPU names, best first: discrete, integrated,
-    other, software."""
-    found, webgpu = [], library()
-    for handle in _handles(webgpu):
+def list_adapters(webgpu: str | None = None) -> list[AdapterInfo]:
+    """All usable adapters of a WebGPU library, best first: discrete, integrated, other, software.
+
+    webgpu: "wgpu-native" or "dawn". None: the one that the variable INFER_WEBGPU names, or
+    wgpu-native. Raises DeviceError where there is no such library.
+    """
+    found, native = [], library(webgpu)
+    for handle in _handles(native):
         info = handle.info
         if info["backend_type"] in _BACKENDS:
             kind = _KINDS.get(info["adapter_type"], "other")
@@ -79,10 +82,10 @@ def list_adapters() -> list[AdapterInfo]:
             kind=kind,
             backend=handle.info["backend_type"],
             driver=handle.info["description"],
-            features=webgpu.features(handle),
+            features=native.features(handle),
             limits=dict(handle.limits),
-            webgpu=webgpu.name,
-            matrices=webgpu.matrices(handle),
+            webgpu=native.name,
+            matrices=native.matrices(handle),
             handle=handle,
         )
         for index, (_, _, handle, kind) in enumerate(found)
@@ -161,15 +164,16 @@ def is_available() -> bool:
     return bool(list_adapters())
 
 
-def choose_adapter(selector: str | int | None = None) -> AdapterInfo:
-    """The adapter of that index or with that text in its name; without one, the best.
+def choose_adapter(selector: str | int | None = None, webgpu: str | None = None) -> AdapterInfo:
+    """The adapter of that index or with that text in its name; without one, the best. webgpu: the
+    library, as for `list_adapters`.
 
     The variable INFER_DEVICE, unless it is empty, stands in for a missing selector. Raises
     DeviceError, with the adapters there are, when none matches.
     """
-    adapters = list_adapters()
+    adapters = list_adapters(webgpu)
     if not adapters:
-        name = library().name
+        name = library(webgpu).name
         found = "No GPU adapter was found."
         if name != DEFAULT:
             found = f"{name} accepts no GPU adapter here; it wants newer drivers than {DEFAULT}."

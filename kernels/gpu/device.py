@@ -201,9 +201,14 @@ class Device:
         return self.native.handle
 
     @classmethod
-    def open(cls, selector: str | int | None = None, settings: Settings | None = None) -> Device:
-        """The adapter that `selector` names (see `choose_adapter`), opened."""
-        return cls(choose_adapter(selector), settings)
+    def open(
+        cls,
+        selector: str | int | None = None,
+        settings: Settings | None = None,
+        webgpu: str | None = None,
+    ) -> Device:
+        """The adapter that `selector` and `webgpu` name (see `choose_adapter`), opened."""
+        return cls(choose_adapter(selector, webgpu), settings)
 
     def _probe_subgroups(self) -> tuple[int, int]:
         """Lanes that a subgroup has at least and at most: wgpu-native does not tell, so a kernel

@@ -35,13 +35,15 @@ def library(name: str | None = None) -> Library:
 def _load(name: str) -> Library:
     if name not in _MODULES:
         raise DeviceError(
-            f"No WebGPU library is called {name!r}. {VARIABLE} takes {' or '.join(_MODULES)}."
+            f"No WebGPU library is called {name!r}. Give {' or '.join(_MODULES)} (--webgpu, or the "
+            f"variable {VARIABLE})."
         )
     try:
         found: Library = import_module(f"{__name__}.{_MODULES[name]}").LIBRARY
     except ImportError as error:
         raise DeviceError(
             f"The WebGPU library {name} cannot be loaded ({error}). Install it: pip install "
-            f"'infer-wgpu[{name}]', or in a checkout pip install '.[{name}]'. Or unset {VARIABLE}."
+            f"'infer-wgpu[{name}]', or in a checkout pip install '.[{name}]'. Or take {DEFAULT} "
+            f"(--webgpu, or the variable {VARIABLE})."
         ) from error
     return found
