@@ -13,11 +13,12 @@ import infer
 from infer.kernels.gpu.native import library
 
 
-def versions() -> dict[str, str]:
-    """Of this package and of what its speed and results depend on."""
+def versions(webgpu: str | None = None) -> dict[str, str]:
+    """Of this package and of what its speed and results depend on. webgpu: the library that runs
+    the kernels, as for `load`."""
     return {
         "infer": infer.__version__,
-        **library().versions(),
+        **library(webgpu).versions(),
         "numpy": numpy.__version__,
         "Python": platform.python_version(),
         platform.system(): platform.machine(),

@@ -97,9 +97,9 @@ def run_bench(
 ) -> BenchReport:
     """Benchmark a model, or the shape of one (a key of SHAPES) on random weights.
 
-    model, device, webgpu, context, dtype, quantize, kv_dtype, adapter, revision, offline, invariant:
-    as for `load`; a shape's weights are bf16 where dtype and quantize are None, or packed as in
-    checkpoints of a `format` (a key of PUBLISHED), and have no adapter. prompt_tokens of the
+    model, device, webgpu, context, dtype, quantize, kv_dtype, adapter, revision, offline and
+    invariant are as for `load`; a shape's weights are bf16 where dtype and quantize are None, or
+    packed as in checkpoints of a `format` (a key of PUBLISHED), and have no adapter. prompt_tokens of the
     prefill test, of which there is one more with a prefix: the share that is in the cache before;
     decode_tokens of every decode test, of which there is one more for each of `depths`, the tokens
     that are in the cache before it. batches: of so many answers at once, after as many tokens each
@@ -226,7 +226,7 @@ def run_bench(
             adapter_kind=gpu.kind,
             backend=gpu.backend,
             driver=gpu.driver,
-            versions=versions(),
+            versions=versions(gpu.webgpu),
             commit=commit(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             copy_bandwidth=bandwidth,

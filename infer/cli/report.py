@@ -306,7 +306,7 @@ def result_json(
         "context": llm.context,
         "seed": params.seed,
         "adapter": adapter_json(llm.device.adapter),
-        "versions": versions(),
+        "versions": versions(llm.device.adapter.webgpu),
     }
 
 
@@ -326,7 +326,9 @@ def load_details(llm: LLM, params: SamplingParams, loading: Loading) -> str:
             "engine": ", ".join(f"{k} {v}" for k, v in asdict(engine.options).items()),
             "sampling": ", ".join(f"{name} {value}" for name, value in given.items()),
             "loading": f"{loading}; {device.n_pipelines} kernels",
-            "versions": ", ".join(f"{name} {value}" for name, value in versions().items()),
+            "versions": ", ".join(
+                f"{name} {value}" for name, value in versions(device.adapter.webgpu).items()
+            ),
         }
     )
 
