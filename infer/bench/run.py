@@ -99,8 +99,8 @@ def run_bench(
 
     model, device, webgpu, context, dtype, quantize, kv_dtype, adapter, revision, offline and
     invariant are as for `load`; a shape's weights are bf16 where dtype and quantize are None, or
-    packed as in checkpoints of a `format` (a key of PUBLISHED), and have no adapter. prompt_tokens of the
-    prefill test, of which there is one more with a prefix: the share that is in the cache before;
+    packed as in checkpoints of a `format` (a key of PUBLISHED), and have no adapter. prompt_tokens
+    of the prefill test, of which there is one more with a prefix: the share that is in the cache before;
     decode_tokens of every decode test, of which there is one more for each of `depths`, the tokens
     that are in the cache before it. batches: of so many answers at once, after as many tokens each
     as the depths say, or 128. clients: of so many at once, each of which sends `repeats` requests,
@@ -160,7 +160,6 @@ def run_bench(
         model,
         shape,
         device,
-        webgpu,
         context,
         dtype,
         kv_dtype,
@@ -169,6 +168,7 @@ def run_bench(
         adapter,
         revision,
         offline,
+        webgpu=webgpu,
         needed=needed,
         max_batch=max_batch,
         speculate="off"
@@ -280,7 +280,6 @@ def open_engine(
     model: str | None,
     shape: str | None,
     device: str | int | None = None,
-    webgpu: str | None = None,
     context: int | None = None,
     dtype: str | None = None,
     kv_dtype: str = "f16",
@@ -290,6 +289,7 @@ def open_engine(
     revision: str | None = None,
     offline: bool = False,
     *,
+    webgpu: str | None = None,
     needed: int = 2,
     max_batch: int = 1,
     speculate: str = "off",
