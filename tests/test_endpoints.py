@@ -660,6 +660,8 @@ def test_options_of_the_server_are_passed_on(
         assert invoke("serve", "demo", "--port", "0", "--host", "0.0.0.0", *more).exit_code == 1
         assert seen.pop() == ServerOptions(allowed_hosts=allowed)
     assert invoke("serve", "demo", "--allowed-host", "https://example.org").exit_code == 2
+    for origin in ("localhost", "https://example.org/", "https://Example.org"):  # never sent so
+        assert invoke("serve", "demo", "--cors-origin", origin).exit_code == 2
     assert invoke("serve", "demo", "--log-level", "chatty").exit_code == 2
 
 

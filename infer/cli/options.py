@@ -356,6 +356,16 @@ def parse_host(option: str) -> str:
     )
 
 
+def parse_origin(option: str) -> str:
+    """The origin of web pages, as browsers send it. Raises typer.BadParameter."""
+    if re.fullmatch(r"[a-z][a-z0-9+.-]*://[^A-Z\s/?#]+|null|\*", option):
+        return option
+    raise typer.BadParameter(
+        f"{shown(option)} is no origin, such as https://example.org, without a path",
+        param_hint="--cors-origin",
+    )
+
+
 _UNITS = {"": 1} | {
     unit + end: base**power
     for power, unit in enumerate("kmgt", 1)

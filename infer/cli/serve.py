@@ -33,6 +33,7 @@ from infer.cli.options import (
     parse_adapter,
     parse_bytes,
     parse_host,
+    parse_origin,
     server_option,
 )
 from infer.cli.terminal import exit_codes, note, warnings_as_notes, write
@@ -186,6 +187,7 @@ def serve(
         nbytes = parse_bytes(cache_memory, "--cache-memory")
         if "" in (api_key or ()):
             raise typer.BadParameter("an empty key keeps nobody out", param_hint="--api-key")
+        origins = [parse_origin(each) for each in cors_origin or ()]
         allowed = [parse_host(each) for each in allowed_host or ()]
         adapters = dict(map(parse_adapter, adapter or ()))
         of_one = (
@@ -236,7 +238,7 @@ def serve(
                 name=served_name,
                 api_keys=api_key or (),
                 strict=strict,
-                cors_origins=cors_origin or (),
+                cors_origins=origins or (),
                 allowed_hosts=allowed or None,
             )
             ready = lambda host: write(_screen(host, address))  # noqa: E731
