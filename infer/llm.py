@@ -504,7 +504,7 @@ class LLM:
             if items and all(isinstance(item, Mapping) for item in items):
                 text = self.tokenizer.render_chat(items, **template_args)
                 yield []  # that took its time, too
-                yield from self.tokenizer.encode_pieces(text, add_special_tokens=False)
+                yield from self.tokenizer.encode_pieces(text, self.tokenizer.bos_before_chats)
                 return
             if all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in items):
                 yield [int(item) for item in items]

@@ -1504,6 +1504,24 @@ def test_a_byte_level_tokenizer_is_read(tmp_path: Path) -> None:
     assert_texts_keep_their_tokens(tokenizer, SAMPLES)
 
 
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_chat_begins_with_bos_where_a_text_does(tmp_path: Path, begins: bool) -> None:
+    """Also where the template does not write it, as in llama.cpp (server-common.cpp tokenizes what
+    the template gives with its special tokens; chat.cpp takes the template's own BOS away)."""
+
+    def add(writer: library.GGUFWriter) -> None:
+        vocabulary(writer)
+        writer.add_bos_token_id(0)
+        writer.add_add_bos_token(begins)
+
+    tokenizer = gguf_tokenizer(write(tmp_path / "m.gguf", add=add))
+    chat = [{"role": "user", "content": "a dog"}]
+    bare = tokenizer.encode("a dog", add_special_tokens=False)
+    written = "{{ bos_token }}{{ messages[0].content }}"
+    assert tokenizer.encode_chat(chat, template=written) == [0, *bare]
+    assert tokenizer.encode_chat(chat, template="{{ messages[0].content }}") == [0] * begins + bare
+
+
 @pytest.mark.live
 @pytest.mark.parametrize(
     "pre", ["llama-bpe", "qwen2", "qwen35", "tekken", "gpt-2", "dbrx", "gpt-4o"]

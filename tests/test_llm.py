@@ -220,6 +220,15 @@ def test_ids_are_decoded(llm: LLM, backend: tokenizers.Tokenizer) -> None:
     assert llm.decode(i for i in ()) == ""
 
 
+def test_bos_before_chats(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    bos, *text = llm.encode(COUNT[0]["content"])
+    bare = {"template": "{{ messages[0].content }}"}
+    assert llm.encode(COUNT, **bare) == text
+    monkeypatch.setattr(llm.tokenizer, "bos_before_chats", True)
+    assert llm.encode(COUNT, **bare) == [bos, *text]
+    assert llm.encode(COUNT) == llm.tokenizer.encode(llm.tokenizer.render_chat(COUNT))
+
+
 @pytest.mark.parametrize("ids", [2048, [-1], ["a"], "text", [2.0], None])
 def test_ids_that_cannot_be_decoded(llm: LLM, ids: Any) -> None:
     with pytest.raises(infer.RequestError, match="Token ids are integers from 0 to 2047, not "):

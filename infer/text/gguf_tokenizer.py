@@ -185,6 +185,8 @@ def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
         special_tokens={name: tokens[number] for name, number in ids.items() if number is not None},
         eos_token_ids=[number for number in eos_ids if number is not None],
         templates=_templates(gguf.metadata),
+        # As in llama.cpp; EOS, however, is not to end a chat that goes on.
+        bos_before_chats=before is not None and after is None,
     )
 
 

@@ -42,6 +42,7 @@ class Tokenizer:
         special_names: the ids of all special tokens by their own texts.
         added_text_ids: the ids of added tokens that are not special, but text, by that text.
         templates: the sources of the chat templates by name.
+        bos_before_chats: whether a chat begins with BOS even if its template does not write it.
         infill: how the model fills in the middle, None where its vocabulary has no tokens for that.
     """
 
@@ -52,12 +53,14 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: Iterable[int] = (),
         templates: Mapping[str, str] | None = None,
+        bos_before_chats: bool = False,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.templates = dict(templates or {})
+        self.bos_before_chats = bos_before_chats
         self.bos_token_id = self._token_id("bos_token")
         eos_token_id = self._token_id("eos_token")
         own = () if eos_token_id is None else (eos_token_id,)
@@ -255,6 +258,7 @@ class Tokenizer:
         **template_args: Any,
     ) -> list[int]:
         """Token ids of a chat: as rendered, since the template itself writes the special tokens.
+        With `bos_before_chats` there is BOS, too, if the template did not write it.
 
         Arguments and errors as for `render_chat`.
         """
@@ -265,7 +269,7 @@ class Tokenizer:
             template=template,
             **template_args,
         )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=self.bos_before_chats)
 
     def _token_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
