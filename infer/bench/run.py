@@ -100,15 +100,15 @@ def run_bench(
     model, device, webgpu, context, dtype, quantize, kv_dtype, adapter, revision, offline and
     invariant are as for `load`; a shape's weights are bf16 where dtype and quantize are None, or
     packed as in checkpoints of a `format` (a key of PUBLISHED), and have no adapter. prompt_tokens
-    of the prefill test, of which there is one more with a prefix: the share that is in the cache before;
-    decode_tokens of every decode test, of which there is one more for each of `depths`, the tokens
-    that are in the cache before it. batches: of so many answers at once, after as many tokens each
-    as the depths say, or 128. clients: of so many at once, each of which sends `repeats` requests,
-    one after the other: prompts of an eighth of prompt_tokens to all of them, answers of
-    decode_tokens. accept: decode also with drafts, alone and in each of `batches`, of which each is
-    right with this probability; draft_rows of them for each step, or None: as many as pay, if any.
-    draft: the model that drafts them, or for a shape another shape, quantised or not as
-    draft_quantize says, or "mtp", the model's own layer; without it nothing is run for that.
+    of the prefill test, of which there is one more with a prefix: the share that is in the cache
+    before; decode_tokens of every decode test, of which there is one more for each of `depths`, the
+    tokens that are in the cache before it. batches: of so many answers at once, after as many
+    tokens each as the depths say, or 128. clients: of so many at once, each of which sends
+    `repeats` requests, one after the other: prompts of an eighth of prompt_tokens to all of them,
+    answers of decode_tokens. accept: decode also with drafts, alone and in each of `batches`, of
+    which each is right with this probability; draft_rows of them for each step, or None: as many as
+    pay, if any. draft: the model that drafts them, or for a shape another shape, quantised or not
+    as draft_quantize says, or "mtp", the model's own layer; without it nothing is run for that.
     Each test runs `repeats` times after a warm-up. What of these three is None is
     512, 128 and 5, or as much less as keeps a slow adapter to about a minute. profile: time every
     kernel. progress is told what runs; loading: as progress of `load`. Raises RequestError and
