@@ -36,9 +36,9 @@ from infer.kernels.gpu.shader import (
     render,
     render_text,
 )
-from infer.kernels.gpu.tensor import allocate
+from infer.kernels.gpu.tensor import OWN, allocate
 from infer.kernels.ops import experts_check
-from infer.kernels.ops.linear_check import ByRows
+from infer.kernels.ops.linear_check import ByMatrix, ByRows
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.hidden import HiddenStates
 from infer.kernels.state.kv_cache import KV_DTYPES, KVCache
@@ -390,11 +390,12 @@ def model_specs(
     steps: Iterable[Any] = STEPS,
     changed: bool = False,
     software: bool = False,
+    matrices: bool = False,
 ) -> Iterator[KernelSpec]:
     """The kernels of the steps (dtype of the cache; fused or not; rows, and those with logits: all
     of up to 64, in a batch, and with drafts) of a real model, of which nothing is allocated, on an
     adapter with so many lanes in a subgroup, or 0 for none. changed: by LoRA adapters, each row by
-    its own. software: the adapter is a CPU."""
+    its own. software: the adapter is a CPU. matrices: subgroups multiply them, emulated."""
     raw = shape_config(shape)
     kinds = build_model(raw).config.states
     few = kinds.index(None) + 1  # attention, and what comes before
@@ -443,7 +444,7 @@ def model_specs(
                 dry.buffer(1),
                 dry.buffer(1),
                 fuse=fuse,
-                tuning=ByRows(dry) if batch else None,
+                tuning=ByMatrix(dry) if matrices else ByRows(dry) if batch else None,
                 changes=Everywhere(dry, by_row=True) if changed else {},
                 also=also,
             )
@@ -493,6 +494,11 @@ def test_every_kernel_compiles_for_real_models(device: Device, all_sizes: bool) 
         specs |= set(model_specs("llama-3.2-1b", limits, lanes, "bf16", STEPS[::4], changed=True))
     for dtype in ("bf16", "q4"):
         specs |= set(model_specs("llama-3.2-1b", few, 8, dtype, STEPS[::4], software=True))
+    chunk = [("f16", True, (512, 1))]
+    for dtype, name in product(("bf16", "q4"), ("llama-3.2-1b", "qwen3-30b-a3b")):
+        specs |= set(model_specs(name, many, 32, dtype, chunk, matrices=True))
+    for dtype in ("f32", "f16", "bf16", "q8", "q4"):
+        specs.add(KernelSpec.of("largest", K=4096, WEIGHT=dtype, **OWN.params))
     texts = {file.stem: file.read_text() for file in WGSL_FOLDER.rglob("*.wgsl")}
     included = re.findall(r"^#include \"(\w+).wgsl\"", "\n".join(texts.values()), re.M)
     files = texts.keys() - set(included)
