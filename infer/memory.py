@@ -62,7 +62,7 @@ class _Growing:
         return self.pages * self.page_bytes
 
     def too_large(self, options: EngineOptions, gpu: AdapterInfo, binding: int) -> OutOfMemoryError:
-        """What is said where one binding does not hold it."""
+        """The error where this buffer is larger than one binding of the GPU, in bytes."""
         needed = (
             f"{self.nbytes:,} bytes of {self.what}; one binding of {gpu.name} holds {binding:,}"
         )

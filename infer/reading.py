@@ -128,8 +128,8 @@ class Reading:
 
 
 def _begun(tokenizer: Tokenizer, prompt_ids: Sequence[int], markers: Collection[int]) -> str:
-    """What a prompt has of the answer: the text behind the last added token that is no marker, as
-    those around roles are. The role's name may stand in front of it."""
+    """The beginning of the answer that a prompt already has: its text behind the last added token
+    that is not one of the markers around roles. The role's name may stand in front of it."""
     begin = len(prompt_ids)
     while begin and (
         prompt_ids[begin - 1] in markers or not tokenizer.is_added(prompt_ids[begin - 1])

@@ -340,7 +340,8 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> CountingLib:
     for module in list(sys.modules.values()):
         if module is not sys.modules[__name__] and getattr(module, "lib", None) is lib:
             monkeypatch.setattr(module, "lib", counting)
-    monkeypatch.setattr(wgpu_native._Device, "lib", counting)
+    for part in (wgpu_native._Device, wgpu_native._Mapping):
+        monkeypatch.setattr(part, "lib", counting)
     # The Python API calls copies of the functions.
     from wgpu.backends.wgpu_native import _api
 

@@ -250,8 +250,8 @@ def note(text: str) -> None:
 
 @contextmanager
 def warnings_as_notes(quiet: bool, told: set[str] | None = None) -> Iterator[None]:
-    """What the library warns of in the block is noted at its end, once, unless quiet. told: what
-    has been noted before, and is not again."""
+    """Prints the library's warnings in the block as notes at its end, each once; none if quiet.
+    told: notes that have been printed before and are not repeated; new ones are added."""
     told = set() if told is None else told
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", InferWarning)

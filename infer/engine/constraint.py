@@ -115,8 +115,8 @@ def _too_wide(schema: object) -> str | None:
 
 
 def _number_error(schema: object) -> str | None:
-    """Which number of a schema the library would make another one of, as it counts in float64 and
-    int64 (where the least integer ends the process), or would count with for minutes."""
+    """An error for a number of a schema that the library, which counts in float64 and int64, would
+    change, that would end the process (the least integer), or would take it minutes."""
     parts: list[Any] = [schema]
     while parts:
         part = parts.pop()
@@ -150,7 +150,7 @@ _FLOAT64, _INT64 = 1 << 53, 1 << 63  # up to which all integers are held
 
 
 def _numbers(value: object) -> Iterator[int | float]:
-    """Those in a value of JSON."""
+    """Yields all numbers in a value of JSON, at any depth."""
     parts: list[Any] = [value]
     while parts:
         part = parts.pop()
@@ -439,8 +439,8 @@ def _library_tokenizer(
         text: bytes = encoder.decode_bytes([token]) if tokenizer.is_shown(token) else b""
         return text
 
-    # What the library asks of a tokenizer that it has not made. It calls it: into Rust at once, as
-    # Ctrl-C could interrupt Python.
+    # The attributes and the call that the library asks of a foreign tokenizer. The call goes
+    # straight into Rust, because Ctrl-C could interrupt Python code.
     vocabulary = {
         "is_tokenizer_wrapper": True,
         "bos_token_id": None,
@@ -485,7 +485,8 @@ def _encoder_json(tokenizer: str) -> str:
 
 
 def _marked_spaces(normalizer: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """What of a normalizer writes spaces in the form that the vocabulary has; None for nothing."""
+    """The steps of a normalizer that write spaces in the form that the vocabulary has; None if it
+    has none."""
     if normalizer is None or normalizer["type"] != "Sequence":
         is_space = normalizer is not None and normalizer.get("pattern") == {"String": " "}
         return normalizer if is_space else None

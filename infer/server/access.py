@@ -23,7 +23,7 @@ from infer.server.errors import ApiError, respond
 log = logging.getLogger(__name__)
 
 
-# What no page of the web has as its address: RFC 1918 and RFC 4193, and names that the public DNS
+# Addresses that no page of the public web has: RFC 1918 and RFC 4193, and names that the public DNS
 # never has.
 _PRIVATE = [
     ip_network(each) for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")

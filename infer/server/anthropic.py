@@ -207,7 +207,7 @@ class _Reader:
             yield own
 
     def text(self, content: str | list[dict[str, Any]]) -> str:
-        """What a text, or blocks of text, say."""
+        """The text of a message's content: a string, or the strings of its blocks joined."""
         if isinstance(content, str):
             return content
         texts = []

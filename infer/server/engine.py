@@ -84,7 +84,7 @@ class EngineClient(Protocol):
 
     @property
     def summary(self) -> Summary:
-        """What its weights are."""
+        """The number and format of the model's weights."""
 
     @property
     def template(self) -> str:

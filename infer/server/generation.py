@@ -151,7 +151,7 @@ async def _open(call: Call[Any], job: Job, adapter: str | None) -> list[Answer]:
 
 
 def _template_args(job: Job) -> dict[str, Any]:
-    """What the chat template may read, functions included."""
+    """The variables that the chat template may read, with the functions offered as `tools`."""
     args = dict(job.template_args)
     if job.tools is not None and (offered := check_tools(**job.tools).offered):
         args["tools"] = offered

@@ -117,7 +117,8 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def _count(self, nbytes: int) -> None:
-        """Of a head, which may have come at once, with all that follows."""
+        """Count the bytes of a request's head, and refuse one that is too large. Counted by fields,
+        because the head may have come in one piece with all that follows."""
         self._fields += nbytes
         if self._fields > HEAD_BYTES:
             self._refuse(431, _HEAD_TOO_LARGE)

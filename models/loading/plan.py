@@ -76,9 +76,10 @@ class PlannedWeight:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a model's weights are. parameters: without those that are shared. format: of the files,
-    "gguf" or "safetensors". type: of most parameters, such as "BF16", "Q4_K", "GPTQ", or "Q4" where
-    they are quantised while they are loaded."""
+    """The number and the types of a model's weights. parameters: their number, where weights that
+    two layers share count once. format: the files' format, "gguf" or "safetensors". type: the type
+    that most parameters have, such as "BF16", "Q4_K", "GPTQ", or "Q4" where they are
+    quantised while they are loaded."""
 
     parameters: int
     format: str

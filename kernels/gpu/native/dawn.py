@@ -130,22 +130,24 @@ class Dawn(Library):
         return (int(found[1]) - 1, int(found[2])) if found else None  # less the prelude
 
 
-def _is_done(future: int, nanoseconds: int = 0) -> bool:
-    """Whether a future has ended, after waiting for so long at most; its callback has run then."""
-    info = ffi.new("WGPUFutureWaitInfo *")
-    info.future.id = future
+def _is_done(future: int, info: Any, nanoseconds: int = 0) -> bool:
+    """Whether a future has ended, after waiting for so long at most; its callback has run then.
+    info: memory for a WGPUFutureWaitInfo that no other thread uses."""
+    info.future.id, info.completed = future, False
     lib.wgpuInstanceWaitAny(_helpers.get_wgpu_instance(), 1, info, nanoseconds)
     return bool(info.completed)
 
 
-def _wait_for(future: int) -> None:
-    while not _is_done(future, _PATIENCE):
+def _wait_for(future: int, info: Any) -> None:
+    while not _is_done(future, info, _PATIENCE):
         pass
 
 
 class _Mapping(BufferMapping):
-    def __init__(self, device: _Device) -> None:
-        self._device, self._future = device, 0
+    lib, ffi = lib, ffi
+
+    def __init__(self) -> None:
+        self._future, self._waited = 0, ffi.new("WGPUFutureWaitInfo *")
         self._buffer: Any = None  # that is asked for or mapped
         self._nbytes, self._mode = 0, READ
         status = self._status = [0]  # what the library calls back with
@@ -171,21 +173,17 @@ class _Mapping(BufferMapping):
         self._future = asked.id
 
     def is_mapped(self) -> bool:
-        return self._status[0] != 0 or _is_done(self._future)
+        return self._status[0] != 0 or _is_done(self._future, self._waited)
 
     def wait(self, submission: int | None) -> memoryview:
         if self._status[0] == 0:
-            _wait_for(self._future)
+            _wait_for(self._future, self._waited)
         if submission is not None:
-            _wait_for(submission)  # a future that nobody waits for is kept for ever
+            # A future that nobody waits for is kept for ever.
+            _wait_for(submission, self._waited)
         if self._status[0] != lib.WGPUMapAsyncStatus_Success:
             raise RuntimeError(f"a buffer was not mapped: status {self._status[0]}")
-        buffer = pointer(self._buffer)
-        if self._mode == READ:
-            memory = lib.wgpuBufferGetConstMappedRange(buffer, 0, self._nbytes)
-        else:
-            memory = lib.wgpuBufferGetMappedRange(buffer, 0, self._nbytes)
-        return memoryview(ffi.buffer(memory, self._nbytes))
+        return self._memory(self._buffer, self._nbytes, self._mode)
 
     def unmap(self) -> None:
         if self._buffer is not None:
@@ -238,10 +236,10 @@ class _Device(NativeDevice):
                 submission = self._submitted()
             except wgpudawn.GPUError:  # the device is lost, and nothing is in work any more
                 return
-        _wait_for(submission)
+        _wait_for(submission, ffi.new("WGPUFutureWaitInfo *"))  # several threads may wait
 
     def mapping(self) -> BufferMapping:
-        return _Mapping(self)
+        return _Mapping()
 
 
 LIBRARY = Dawn()

@@ -90,9 +90,9 @@ class Library(ABC):
         *,
         bounds_checks: bool,
     ) -> NativeDevice:
-        """Open an adapter. features and limits are required, by WebGPU's names, and
-        MATRICES. bounds_checks: whether kernels are compiled with the library's own run-time
-        checks. Raises RuntimeError."""
+        """Open an adapter. features: those the device must have, by WebGPU's names, or MATRICES.
+        limits: those it must have, by WebGPU's names. bounds_checks: whether kernels are compiled
+        with the library's own run-time checks. Raises RuntimeError."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -105,7 +105,13 @@ class Library(ABC):
 
 
 class BufferMapping(ABC):
-    """Maps one buffer at a time into host memory."""
+    """Maps one buffer at a time into host memory, for one thread at a time.
+
+    lib and ffi: the library's C functions and types.
+    """
+
+    lib: Any
+    ffi: Any
 
     @abstractmethod
     def ask(self, buffer: Any, nbytes: int, mode: int) -> None:
@@ -125,6 +131,12 @@ class BufferMapping(ABC):
     @abstractmethod
     def unmap(self) -> None:
         """Give the buffer back to the GPU, or give up asking for it, if there is one."""
+
+    def _memory(self, buffer: Any, nbytes: int, mode: int) -> memoryview:
+        """The first nbytes bytes of a buffer that is mapped to READ or to WRITE them."""
+        read = mode == READ
+        get = self.lib.wgpuBufferGetConstMappedRange if read else self.lib.wgpuBufferGetMappedRange
+        return memoryview(self.ffi.buffer(get(pointer(buffer), 0, nbytes), nbytes))
 
 
 class NativeDevice(ABC):

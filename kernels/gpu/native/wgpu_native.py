@@ -103,6 +103,8 @@ class WgpuNative(Library):
 
 
 class _Mapping(BufferMapping):
+    lib, ffi = lib, ffi
+
     def __init__(self, device: Any) -> None:
         self._device, self._index = device, ffi.new("WGPUSubmissionIndex *")
         self._buffer: Any = None  # that is asked for or mapped
@@ -145,12 +147,7 @@ class _Mapping(BufferMapping):
             raise error
         if self._status != lib.WGPUMapAsyncStatus_Success:
             raise RuntimeError(f"a buffer was not mapped: status {self._status}")
-        buffer = pointer(self._buffer)
-        if self._mode == READ:
-            memory = lib.wgpuBufferGetConstMappedRange(buffer, 0, self._nbytes)
-        else:
-            memory = lib.wgpuBufferGetMappedRange(buffer, 0, self._nbytes)
-        return memoryview(ffi.buffer(memory, self._nbytes))
+        return self._memory(self._buffer, self._nbytes, self._mode)
 
     def unmap(self) -> None:
         asked_or_mapped = self._status in (0, lib.WGPUMapAsyncStatus_Success)
