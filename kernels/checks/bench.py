@@ -22,6 +22,7 @@ from infer.kernels.errors import InferError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.ops.attention import attention_matrix_variant
 from infer.kernels.ops.matmul_matrix import expert_matrix_variant, matmul_matrix_variant
 from infer.kernels.ops.matmul_rows import MOST_ROWS
 from infer.kernels.state.step import StepRow
@@ -37,7 +38,11 @@ class WithoutMatrices(Tuning):
     """Takes kernels that multiply in f32 or in exact integers, as the references do."""
 
     def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
-        never: tuple[Any, ...] = (matmul_matrix_variant, expert_matrix_variant)
+        never: tuple[Any, ...] = (
+            matmul_matrix_variant,
+            expert_matrix_variant,
+            attention_matrix_variant,
+        )
         none: Any = None
         return none if rule in never else rule(self, *call)
 

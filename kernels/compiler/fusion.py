@@ -236,10 +236,12 @@ def scale_into_norm(graph: Graph, target: Target) -> None:
 
 
 def choose_attention(graph: Graph, target: Target) -> None:
-    """Tiles for many rows; for a few, or where tiles would not come to the end of a context, splits
-    of the context, if there are subgroups."""
+    """Matrices or tiles for many rows; for a few, or where tiles would not come to the end of a
+    context, splits of the context, if there are subgroups."""
     for attention in each(graph, Attention):
-        if not target.kind.few and attention.fits_tiles(target):
+        if not target.kind.few and attention.matrices(target) is not None:
+            graph.update(attention, kernels="matrix")
+        elif not target.kind.few and attention.fits_tiles(target):
             graph.update(attention, kernels="tiled")
         elif attention.variant(target) is not None:
             graph.update(attention, kernels="split")

@@ -1,7 +1,8 @@
-"""Attention, in one of three forms.
+"""Attention, in one of four forms.
 
-A few rows: attention, which splits the context, and attention_combine. Many rows: attention_tiled,
-but on a software adapter, which would end its loops too early in a long context, attention as well.
+A few rows: attention, which splits the context, and attention_combine. Many rows: attention_matrix,
+where an adapter has matrices, or attention_tiled; but on a software adapter, which would end its
+loops too early in a long context, attention as well.
 Without fusing, or without subgroups: attention_scores, softmax, weighted_sum. With one row,
 attention_decode takes the place of rotation, the cache write and attention.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, Literal
 
 from infer.kernels.compiler.arena import Operand, Scratch
@@ -19,9 +21,10 @@ from infer.kernels.compiler.target import Target
 from infer.kernels.compiler.tuning import NARROW_SOFTWARE, Tuning, loop_passes, power_of_two
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Buffer
-from infer.kernels.gpu.native.library import NOTHING, Size
+from infer.kernels.gpu.native.library import NOTHING, MatrixShape, Size
 from infer.kernels.gpu.tensor import BLOCK, HALF, GpuTensor
 from infer.kernels.ops.kv_write import Heads, KVWrite, kv_params
+from infer.kernels.ops.matmul_matrix import matrix_params, matrix_shape
 from infer.kernels.ops.prepared import Form, Maker, scale_params
 from infer.kernels.state.kv_cache import PAGE, LayerCache, kv_cache_bytes
 from infer.kernels.state.step import MAX_PROMPTS
@@ -49,7 +52,7 @@ class Attention(Maker):
     softcap: float = 0.0
     sinks: GpuTensor | None = None
     quantizes_rows = True
-    kernels: Literal["chain", "split", "tiled"] = field(default="chain", kw_only=True)
+    kernels: Literal["chain", "split", "tiled", "matrix"] = field(default="chain", kw_only=True)
     written: Value | None = field(default=None, kw_only=True)
     heads: Heads | None = field(default=None, kw_only=True)
     gates: Value | None = field(default=None, kw_only=True)
@@ -69,6 +72,13 @@ class Attention(Maker):
     def tiles(self, target: Target) -> TiledVariant:
         """Of attention_tiled."""
         return target.tuning.choose(attention_tiled_variant, self.cache.head_dim, self.n_heads)
+
+    def matrices(self, target: Target) -> AttentionMatrixVariant | None:
+        """Of attention_matrix; None without an adapter's matrices, or where they do not fit."""
+        shape = self.cache.shape
+        return target.tuning.choose(
+            attention_matrix_variant, shape.head_dim, shape.latent, self.cache.dtype
+        )
 
     def fits_tiles(self, target: Target) -> bool:
         """Whether the loops of attention_tiled come to the end of the longest context."""
@@ -95,7 +105,7 @@ class Attention(Maker):
     def between(self, target: Target) -> int:
         """How many values its kernels pass on for each of many rows."""
         if target.fuse and (target.kind.few or self.fits_tiles(target)):
-            return 0
+            return 0  # by matrices either, which no software adapter has
         variant = self.variant(target) if target.fuse else None
         if variant is None:  # the scores of all heads
             return self.n_heads * self.cache.slots
@@ -138,6 +148,8 @@ class Attention(Maker):
         }
         if self.kernels == "tiled":
             self._tiled(low, common)
+        elif self.kernels == "matrix":
+            self._matrix(low, common)
         elif self.kernels == "split":
             self._split(low, common)
         else:
@@ -302,6 +314,30 @@ class Attention(Maker):
                 "SINKS": self.sinks is not None,
                 "PROMPTS": prompts,
                 "SOFTWARE": low.device.software,
+            },
+            flops=lambda rows, kv_len: 2 * rows * self.width * (2 * kv_len - rows),
+        )
+
+
+    def _matrix(self, low: Lowering, common: dict[str, Any]) -> None:
+        cache, n_heads, variant = self.cache, self.n_heads, self.matrices(low)
+        assert variant is not None
+        q, q_stride, q_offset = low.source(self.q)
+        prompts, latent = low.kind.prompts, cache.shape.latent
+        values = [] if latent else [cache.values]
+        low.emit(
+            "attention_matrix",
+            (low.step, cache.pages, q, cache.keys, *values, self, *self._sinks),
+            lambda rows, kv_len: (n_heads, -(-rows // variant.rows) + prompts - 1, 1),
+            common
+            | variant.params
+            | {
+                "LATENT": latent,
+                "Q_STRIDE": q_stride,
+                "Q_OFFSET": q_offset,
+                "Y_STRIDE": stride(self.width),
+                "SINKS": self.sinks is not None,
+                "PROMPTS": prompts,
             },
             flops=lambda rows, kv_len: 2 * rows * self.width * (2 * kv_len - rows),
         )
@@ -552,3 +588,85 @@ def attention_tiled_variant(tuning: Tuning, head_dim: int, n_heads: int) -> Tile
         if small and fits and head_dim % depth == 0:
             return variant
     raise ShaderError(f"attention_tiled has no variant for heads of {head_dim} dimensions.")
+
+
+# Of attention_matrix
+
+
+@dataclass(frozen=True)
+class AttentionMatrixVariant:
+    """attention_matrix: the small matrices, the lanes of a subgroup, rows of a workgroup and of a
+    subgroup, positions whose keys and values are in workgroup memory at once, and dimensions of a
+    head that a subgroup has. emulated: without the adapter's own matrices."""
+
+    shape: MatrixShape
+    lanes: int
+    rows: int
+    sub_rows: int
+    keys: int
+    dims: int
+    emulated: bool = False
+
+    def invocations(self, head_dim: int) -> int:
+        """Of a workgroup."""
+        return self.rows // self.sub_rows * (head_dim // self.dims) * self.lanes
+
+    def storage(self, head_dim: int, latent: bool) -> int:
+        """Bytes of workgroup memory."""
+        row = 2 * head_dim + 16  # of queries, keys or values
+        tiles = (1 if latent else 2) * self.keys * row
+        scores = self.rows * (head_dim // self.dims) * (4 * self.keys + 32)
+        weights = self.rows * (2 * self.keys + 16)
+        besides = 4 * self.rows + 16
+        pool = tiles + scores + weights
+        queries = self.rows * row
+        return besides + (pool + queries if self.emulated else max(pool, queries))
+
+    def runs(self, tuning: Tuning, head_dim: int, latent: bool) -> bool:
+        """Whether a head is made of such parts, and a device has room for it."""
+        limits, shape = tuning.limits, self.shape
+        invocations = self.invocations(head_dim)
+        return (
+            head_dim % self.dims == 0
+            and self.dims % max(shape.n, shape.k) == 0
+            and self.keys % max(shape.n, shape.k) == 0
+            and self.sub_rows % shape.m == 0
+            and invocations <= limits.max_invocations
+            and self.storage(head_dim, latent) <= limits.workgroup_storage
+            and (self.emulated or invocations % max(1, tuning.largest_subgroup) == 0)
+        )
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The kernel's."""
+        return {
+            **matrix_params(self.shape, self.lanes, self.emulated),
+            "ROWS": self.rows,
+            "SUB_ROWS": self.sub_rows,
+            "KEYS": self.keys,
+            "DIMS": self.dims,
+        }
+
+
+def attention_matrix_variant(
+    tuning: Tuning, head_dim: int, latent: bool, dtype: str
+) -> AttentionMatrixVariant | None:
+    """None where the adapter has no matrices, or a head is not made of them; and for a cache in
+    f32, whose values are not rounded."""
+    shape = matrix_shape(tuning)
+    if shape is None or dtype == "f32":
+        return None
+    # A subgroup has up to 144 dimensions of 16 rows in registers.
+    for parts in (1, 2, 3, 4, 6, 8):
+        if head_dim % parts or head_dim // parts > 144:
+            continue
+        for subgroups, keys in product((4, 8), (32, 16)):
+            rows = subgroups // parts * 16
+            if not rows or subgroups % parts:
+                continue
+            variant = AttentionMatrixVariant(
+                shape, tuning.subgroup_size, rows, 16, keys, head_dim // parts
+            )
+            if variant.runs(tuning, head_dim, latent):
+                return variant
+    return None

@@ -13,13 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.kernels.checks.arrays import Array, from_rows
-from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome
+from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome, WithoutMatrices
 from infer.kernels.checks.forward import Floats, unwritten
 from infer.kernels.checks.reference import nmse, softmax
 from infer.kernels.compiler.graph import Value, split
+from infer.kernels.compiler.tuning import Call, Tuning, Variant
 from infer.kernels.errors import ShaderError
-from infer.kernels.gpu.device import Buffer
-from infer.kernels.ops.attention import Attention
+from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.native.library import MatrixShape
+from infer.kernels.ops.attention import (
+    Attention,
+    AttentionMatrixVariant,
+    attention_matrix_variant,
+)
 from infer.kernels.ops.elementwise_check import softcap
 from infer.kernels.ops.linear_check import few
 from infer.kernels.ops.norm import RMSNorm
@@ -104,6 +110,51 @@ def run_attention(bench: Bench, q: Array, k: Array, v: Array, **options: Any) ->
 
 def run_attention_tiled(bench: Bench, q: Array, k: Array, v: Array, **options: Any) -> Floats:
     """What attention computes, by the kernel of prefill, for any number of rows."""
+    return _attention(bench, [(q, k, v)], TILED, **options)
+
+
+EMULATED = AttentionMatrixVariant(MatrixShape(16, 16, 16), 32, 32, 16, 32, 64, emulated=True)
+
+
+class ByMatrix(WithoutMatrices):
+    """Takes attention_matrix, of this variant where one is given and fits; else the adapter's own or
+    one that is emulated."""
+
+    def __init__(self, device: Device, variant: AttentionMatrixVariant | None = None) -> None:
+        super().__init__(device)
+        self.variant = variant
+
+    def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
+        known: Any = rule
+        if known is not attention_matrix_variant:
+            return super().choose(rule, *call)
+        asked: Any = call
+        chosen: Any = self.variant or rule(self, *call) or emulated_matrices(self, *asked)
+        given: Variant = chosen
+        return given
+
+
+def emulated_matrices(tuning: Tuning, head_dim: int, latent: bool, dtype: str) -> Any:
+    """A variant that any adapter with subgroups runs, or None."""
+    parts = (parts for parts in (1, 2, 4, 3, 6, 9) if head_dim % (16 * parts) == 0)
+    for part, keys in product(parts, (32, 16)):
+        variant = replace(EMULATED, dims=head_dim // part, keys=keys, rows=16)
+        if variant.runs(tuning, head_dim, latent):
+            return variant
+    return None
+
+
+def run_attention_matrix(
+    bench: Bench,
+    q: Array,
+    k: Array,
+    v: Array,
+    variant: AttentionMatrixVariant | None = None,
+    **options: Any,
+) -> Floats:
+    """What attention computes, for any number of rows, by matrices of f16: the adapter's own, or
+    emulated ones where it has none, or where the variant says so."""
+    bench.options["tuning"] = ByMatrix(bench.device, variant)
     return _attention(bench, [(q, k, v)], TILED, **options)
 
 

@@ -72,11 +72,7 @@ class MatrixVariant:
     def params(self) -> dict[str, Any]:
         """The kernel's."""
         return {
-            "MATRIX": "emulated" if self.emulated else "subgroup",
-            "MATRIX_M": self.shape.m,
-            "MATRIX_N": self.shape.n,
-            "MATRIX_K": self.shape.k,
-            "LANES": self.lanes,
+            **matrix_params(self.shape, self.lanes, self.emulated),
             "ROWS": self.rows,
             "COLUMNS": self.columns,
             "DEPTH": self.depth,
@@ -121,6 +117,17 @@ def expert_matrix_variant(tuning: Tuning, rows: int) -> MatrixVariant | None:
     columns = 128 if rows == 64 else 64
     variant = MatrixVariant(shape, tuning.subgroup_size, rows, columns, min(rows, 32), columns // 4)
     return variant if variant.runs(tuning) and rows % shape.m == 0 else None
+
+
+def matrix_params(shape: MatrixShape, lanes: int, emulated: bool) -> dict[str, Any]:
+    """The parameters of matrix.wgsl: of such matrices, and subgroups of so many lanes."""
+    return {
+        "MATRIX": "emulated" if emulated else "subgroup",
+        "MATRIX_M": shape.m,
+        "MATRIX_N": shape.n,
+        "MATRIX_K": shape.k,
+        "LANES": lanes,
+    }
 
 
 def matrix_shape(tuning: Tuning) -> MatrixShape | None:

@@ -31,7 +31,6 @@
 // @param V_DEPTH u32             positions of a slice of V: a multiple of 4, divides a tile's
 // @param DOUBLE bool             two buffers of slices: one barrier per slice, not two
 // @param SINKS bool
-// @param PROMPTS u32             sequences whose rows follow each other, at most: a tile has rows of one
 @group(0) @binding(0) var<storage, read> step: Step;
 @group(0) @binding(1) var<storage, read> pages: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<vec4<f32>>;
@@ -168,27 +167,7 @@ fn main(
   @builtin(num_workgroups) size: vec3<u32>,
   @builtin(local_invocation_index) tid: u32,
 ) {
-  // The last rows attend to the most positions: they start first.
-#if PROMPTS == 1
-  let first_row = (size.y - 1u - id.y) * ROWS;
-  let last_row = min(first_row + ROWS, step.n_rows) - 1u;
-#else
-  var before = 0u;  // tiles of the sequences so far
-  var begin_row = 0u;
-  var end_row = 0u;
-  var tiles = 0u;
-  for (var i = 0u; i < PROMPTS && before + tiles <= id.y; i++) {
-    before += tiles;
-    begin_row = end_row;
-    end_row = step.ends[i];
-    tiles = (end_row - begin_row + ROWS - 1u) / ROWS;
-  }
-  if (before + tiles <= id.y) {
-    return;
-  }
-  let first_row = begin_row + (before + tiles - 1u - id.y) * ROWS;
-  let last_row = min(first_row + ROWS, end_row) - 1u;
-#endif
+#include "prompt_rows.wgsl"
   let sequence = step.rows[first_row].sequence;
   let first_place = step.rows[first_row].position;
   let last_place = step.rows[last_row].position;

@@ -1,7 +1,7 @@
-// x [rows][K] in f16, times a power of two for each row by which its largest value comes close to the largest f16,
-// so that no value overflows, and those that f16 can't tell from zero are below 2^-39 of the largest. The scale of
-// a row is the inverse. Behind its K columns a row has zeros, up to a multiple of 64.
+// x [rows][K] in f16, each row times a power of two (half_scale.wgsl), whose inverse is the row's scale. Behind its
+// K columns a row has zeros, up to a multiple of 64.
 #include "reduce.wgsl"
+#include "half_scale.wgsl"
 // @param K u32
 // @param X_STRIDE u32
 // @param ORDER bool              column i is column order[i] of x
@@ -41,18 +41,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
 #endfor
 #endfor
   most = workgroup_max(most, me);
-  // 2^14 <= most * factor < 2^15. The exponent of a row of zeros, or of values that are nearly zeros, is
-  // taken for one that has an inverse.
-  let exponent = max((bitcast<u32>(most) >> 23u) & 255u, 20u);
-  let factor = bitcast<f32>((268u - min(exponent, 254u)) << 23u);
+  let scale = half_scale(most);
   if (me.index == 0u) {
-    x_scales[row] = bitcast<f32>((min(exponent, 254u) - 14u) << 23u);
+    x_scales[row] = scale.inverse;
   }
 #for o in 0..OWN
   if (me.index + WG * $ou < ELEMENTS) {
-    x_halves[row * ELEMENTS + me.index + WG * $ou] = vec4<u32>(
-      pack2x16float(factor * four$o_0.xy), pack2x16float(factor * four$o_0.zw),
-      pack2x16float(factor * four$o_1.xy), pack2x16float(factor * four$o_1.zw));
+    x_halves[row * ELEMENTS + me.index + WG * $ou] = eight_halves(
+      scale.factor * four$o_0, scale.factor * four$o_1);
   }
 #endfor
 }

@@ -9,6 +9,7 @@
 #let EPILOGUE = 4 + SCALES_BOUND
 #include "matmul_outputs.wgsl"
 #include "epilogue.wgsl"
+#include "half_scale.wgsl"
 #include "matrix.wgsl"
 // @param ROWS u32                multiples of SUB_ROWS, SUB_COLUMNS and 32
 // @param COLUMNS u32
@@ -51,10 +52,6 @@ const SUM_ROWS = ROWS / SUB_ROWS * MATRIX_M;
 
 var<workgroup> pool: array<vec4<u32>, max((ROWS + COLUMNS) * POOL_STRIDE, SUM_ROWS * SUM_STRIDE)>;
 
-fn packed(low: vec4<f32>, high: vec4<f32>) -> vec4<u32> {
-  return vec4<u32>(
-    pack2x16float(low.xy), pack2x16float(low.zw), pack2x16float(high.xy), pack2x16float(high.zw));
-}
 #if BY_BLOCK
 #let PARTS = 1 + (GROUP_SIZE == 16)  // groups of a block
 
@@ -74,7 +71,7 @@ fn group_of(block: u32, part: u32) -> u32 {
 }
 
 fn eight(integers: vec2<u32>, scale: vec2<f32>) -> vec4<u32> {
-  return packed(
+  return eight_halves(
     INT8_UNIT * scale.x * vec4<f32>(unpack4xI8(integers.x)) + scale.y,
     INT8_UNIT * scale.x * vec4<f32>(unpack4xI8(integers.y)) + scale.y);
 }
@@ -192,7 +189,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       pool[place + 3u] = eight(high.zw, scale$(PARTS - 1));
 #else
       let wide = widen_group(w_next$l, unit);
-      pool[place] = packed(wide[0], wide[1]);
+      pool[place] = eight_halves(wide[0], wide[1]);
 #endif
     }
 #endfor
@@ -221,12 +218,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for k in 0..DEPTH / MATRIX_K
 #for i in 0..M_MATRICES
     let left$k_$i = load_left(
-      (subgroup_row * SUB_ROWS + $iu * MATRIX_M) * POOL_STRIDE + $ku * (MATRIX_K / 8u));
+      (subgroup_row * SUB_ROWS + $iu * MATRIX_M) * POOL_STRIDE + $ku * (MATRIX_K / 8u),
+      POOL_STRIDE);
 #endfor
 #for j in 0..N_MATRICES
     let right$k_$j = load_right(
       W_PLACE + (subgroup_column * SUB_COLUMNS + $ju * MATRIX_N) * POOL_STRIDE
-        + $ku * (MATRIX_K / 8u));
+        + $ku * (MATRIX_K / 8u),
+      POOL_STRIDE);
 #for i in 0..M_MATRICES
     sum$i_$j = multiply(left$k_$i, right$k_$j, sum$i_$j, lane);
 #endfor
@@ -239,7 +238,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #for j in 0..N_MATRICES
   store_sum(
     subgroup_row * MATRIX_M * SUM_STRIDE + (subgroup_column * SUB_COLUMNS + $ju * MATRIX_N) / 4u,
-    sum$i_$j, lane);
+    SUM_STRIDE, sum$i_$j, lane);
 #endfor
   workgroupBarrier();
   for (var at = tid; at < SUM_ROWS * OUTPUTS; at += $(SIZE)u) {
