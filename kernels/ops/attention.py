@@ -318,7 +318,6 @@ class Attention(Maker):
             flops=lambda rows, kv_len: 2 * rows * self.width * (2 * kv_len - rows),
         )
 
-
     def _matrix(self, low: Lowering, common: dict[str, Any]) -> None:
         cache, n_heads, variant = self.cache, self.n_heads, self.matrices(low)
         assert variant is not None
@@ -592,6 +591,9 @@ def attention_tiled_variant(tuning: Tuning, head_dim: int, n_heads: int) -> Tile
 
 # Of attention_matrix
 
+_SUB_ROWS = 16  # of a subgroup: with 32, outputs take too many registers
+_MOST_DIMS = 144  # of a subgroup, whose queries and outputs stay in registers
+
 
 @dataclass(frozen=True)
 class AttentionMatrixVariant:
@@ -656,17 +658,12 @@ def attention_matrix_variant(
     shape = matrix_shape(tuning)
     if shape is None or dtype == "f32":
         return None
-    # A subgroup has up to 144 dimensions of 16 rows in registers.
-    for parts in (1, 2, 3, 4, 6, 8):
-        if head_dim % parts or head_dim // parts > 144:
-            continue
-        for subgroups, keys in product((4, 8), (32, 16)):
-            rows = subgroups // parts * 16
-            if not rows or subgroups % parts:
-                continue
-            variant = AttentionMatrixVariant(
-                shape, tuning.subgroup_size, rows, 16, keys, head_dim // parts
-            )
-            if variant.runs(tuning, head_dim, latent):
-                return variant
+    parts = next((n for n in (1, 2, 3, 4, 6, 8) if head_dim / n <= _MOST_DIMS), 8)
+    for subgroups, keys in product((8, 4), (32, 16)):
+        rows = _SUB_ROWS * (subgroups // parts)
+        variant = AttentionMatrixVariant(
+            shape, tuning.subgroup_size, rows, _SUB_ROWS, keys, head_dim // parts
+        )
+        if rows and variant.runs(tuning, head_dim, latent):
+            return variant
     return None

@@ -13,21 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.kernels.checks.arrays import Array, from_rows
-from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome, WithoutMatrices
+from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome
 from infer.kernels.checks.forward import Floats, unwritten
 from infer.kernels.checks.reference import nmse, softmax
 from infer.kernels.compiler.graph import Value, split
-from infer.kernels.compiler.tuning import Call, Tuning, Variant
 from infer.kernels.errors import ShaderError
-from infer.kernels.gpu.device import Buffer, Device
-from infer.kernels.gpu.native.library import MatrixShape
-from infer.kernels.ops.attention import (
-    Attention,
-    AttentionMatrixVariant,
-    attention_matrix_variant,
-)
+from infer.kernels.gpu.device import Buffer
+from infer.kernels.ops.attention import Attention, AttentionMatrixVariant
 from infer.kernels.ops.elementwise_check import softcap
-from infer.kernels.ops.linear_check import few
+from infer.kernels.ops.linear_check import ByMatrix, few
 from infer.kernels.ops.norm import RMSNorm
 from infer.kernels.ops.norm_check import rmsnorm
 from infer.kernels.ops.rope import Rope, Rotate
@@ -113,37 +107,6 @@ def run_attention_tiled(bench: Bench, q: Array, k: Array, v: Array, **options: A
     return _attention(bench, [(q, k, v)], TILED, **options)
 
 
-EMULATED = AttentionMatrixVariant(MatrixShape(16, 16, 16), 32, 32, 16, 32, 64, emulated=True)
-
-
-class ByMatrix(WithoutMatrices):
-    """Takes attention_matrix, of this variant where one is given and fits; else the adapter's own or
-    one that is emulated."""
-
-    def __init__(self, device: Device, variant: AttentionMatrixVariant | None = None) -> None:
-        super().__init__(device)
-        self.variant = variant
-
-    def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
-        known: Any = rule
-        if known is not attention_matrix_variant:
-            return super().choose(rule, *call)
-        asked: Any = call
-        chosen: Any = self.variant or rule(self, *call) or emulated_matrices(self, *asked)
-        given: Variant = chosen
-        return given
-
-
-def emulated_matrices(tuning: Tuning, head_dim: int, latent: bool, dtype: str) -> Any:
-    """A variant that any adapter with subgroups runs, or None."""
-    parts = (parts for parts in (1, 2, 4, 3, 6, 9) if head_dim % (16 * parts) == 0)
-    for part, keys in product(parts, (32, 16)):
-        variant = replace(EMULATED, dims=head_dim // part, keys=keys, rows=16)
-        if variant.runs(tuning, head_dim, latent):
-            return variant
-    return None
-
-
 def run_attention_matrix(
     bench: Bench,
     q: Array,
@@ -154,7 +117,7 @@ def run_attention_matrix(
 ) -> Floats:
     """What attention computes, for any number of rows, by matrices of f16: the adapter's own, or
     emulated ones where it has none, or where the variant says so."""
-    bench.options["tuning"] = ByMatrix(bench.device, variant)
+    bench.options["tuning"] = ByMatrix(bench.device, attention=variant)
     return _attention(bench, [(q, k, v)], TILED, **options)
 
 
@@ -459,6 +422,10 @@ def cases() -> Iterator[Case]:
         for dtype, shape, rows in product(KV_DTYPES, shapes, rows_of):
             run = partial(function, shape=shape, rows=rows, dtype=dtype)
             yield Case(kernel, f"{dtype}, {rows} rows, {shape}", run)
+    for dtype, shape in product(("f16", "q8"), _OF_MATRICES):
+        run = partial(_attend, run_attention_matrix, shape=shape, rows=150, dtype=dtype)
+        # Exponentials are rounded to f16.
+        yield Case("attention_matrix", f"{dtype}, 150 rows, {shape}", run, most=1e-6)
     run = partial(_attend, run_attention_tiled, shape=_LONG, rows=9, dtype="f16")
     yield Case("attention_tiled", f"f16, 9 rows, {_LONG}", run)
 
@@ -716,6 +683,15 @@ def _of_positions(cached: Array, at: slice) -> Array:
 
 
 _ALL = _SHAPES + _LATENT
+_OF_MATRICES = (
+    _Shape(1, 3, 64, 301, window=33, sinks=True),
+    _Shape(1, 2, 80, 173),
+    _Shape(2, 2, 128, 531),
+    _Shape(1, 2, 256, 181, softcap=0.7),
+    _Shape(1, 2, 512, 181),
+    _LATENT[0],
+    replace(_LATENT[1], kv_len=175),
+)
 _LONG = _Shape(1, 2, 32, 60_007)  # where Mesa's software adapter would end attention_tiled's loops
 _ATTENTION: dict[str, tuple[Callable[..., Outcome], tuple[int, ...], tuple[_Shape, ...]]] = {
     "attention_scores": (_scores, (3,), _ALL),

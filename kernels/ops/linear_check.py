@@ -29,6 +29,7 @@ from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.native.library import MatrixShape
 from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.tensor import QUANTIZED, Grouping
+from infer.kernels.ops.attention import AttentionMatrixVariant, attention_matrix_variant
 from infer.kernels.ops.elementwise import Activation
 from infer.kernels.ops.elementwise_check import ACTIVATIONS
 from infer.kernels.ops.head_linear import HeadLinear
@@ -109,23 +110,44 @@ EMULATED = MatrixVariant(MatrixShape(16, 16, 16), 8, 16, 32, 16, 16, 32, emulate
 
 
 class ByMatrix(Tuning):
-    """Takes matmul_matrix for more than 8 rows, of this variant where one is given."""
+    """Takes matmul_matrix for more than 8 rows, and attention_matrix for prefill: these variants
+    where they are given, else the adapter's own matrices, or emulated ones."""
 
-    def __init__(self, device: Device, variant: MatrixVariant | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        variant: MatrixVariant | None = None,
+        attention: AttentionMatrixVariant | None = None,
+    ) -> None:
         super().__init__(device)
-        self.variant = variant
+        self.variant, self.attention = variant, attention
 
     def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
         known: Any = rule
+        asked: Any = call
         never: Mapping[Any, Any] = {few_rows: False, matmul_lanes_variant: None}
         chosen: Any = never[known] if known in never else rule(self, *call)
         if known is matmul_matrix_variant:
             chosen = self.variant or chosen or EMULATED
         elif known is expert_matrix_variant:
-            asked: Any = call
             chosen = chosen or replace(EMULATED, rows=asked[0])
+        elif known is attention_matrix_variant:
+            chosen = self.attention or chosen or _emulated_attention(self, *asked)
         given: Variant = chosen
         return given
+
+
+def _emulated_attention(
+    tuning: Tuning, head_dim: int, latent: bool, dtype: str
+) -> AttentionMatrixVariant | None:
+    """With subgroups, for heads that are made of matrices."""
+    if not tuning.subgroup_size or dtype == "f32":
+        return None
+    parts = next(n for n in range(1, head_dim) if head_dim % n == 0 and head_dim // n <= 64)
+    own = AttentionMatrixVariant(
+        MatrixShape(16, 16, 16), 32, 16, 16, 16, head_dim // parts, emulated=True
+    )
+    return own if own.runs(tuning, head_dim, latent) else None
 
 
 class ByVec(WithoutMatrices):

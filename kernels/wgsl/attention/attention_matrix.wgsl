@@ -180,6 +180,7 @@ fn main(
   let row = min(tid / $(ROW_LANES)u, ROWS - 1u);
   let row_lane = tid % $(ROW_LANES)u;
   let has_scores = tid < ROWS * $(ROW_LANES)u;
+  let leads_row = has_scores && row_lane == 0u;
   let row_scores =
     S_PLACE + row / SUB_ROWS * $(PARTS)u * SUB_SCORES + row % SUB_ROWS * SCORE_STRIDE;
   let y_row = min(first_row + row, last_row);
@@ -224,161 +225,186 @@ fn main(
 #endfor
   workgroupBarrier();
 
-  let begin = first_position(first_place) / KEYS * KEYS;
-  var tile = tile_at(begin, sequence, last_place);
-  var next = tile_at(begin + KEYS, sequence, last_place);
+  // Before the first tile there are weights of zero, and values of zero.
+  for (var i = tid; i < ROWS * WEIGHT_STRIDE; i += $(SIZE)u) {
+    pool[P_PLACE + i] = vec4<u32>();
+  }
+  for (var i = tid; i < KEYS * TILE_STRIDE; i += $(SIZE)u) {
+    pool[V_PLACE + i] = vec4<u32>();
+  }
+  var tile = tile_at(first_position(first_place) / KEYS * KEYS, sequence, last_place);
+  var next = tile_at(tile.base + KEYS, sequence, last_place);
+#if LATENT
+  var next_keys = load_keys(kv_head, tile, last_place, tid);
+#else
   store_tile(0u, load_keys(kv_head, tile, last_place, tid), tid);
   var next_keys = load_keys(kv_head, next, last_place, tid);
-#if not LATENT
   var next_values = load_values(kv_head, tile, last_place, tid);
 #endif
   workgroupBarrier();
-  for (var turn = 0u; tile.base <= last_place; turn = 1u - turn) {
-    // S = Q K^T
-#for i in 0..M_MATRICES
-#for j in 0..KEY_MATRICES
-    var s$i_$j = Sum();
-#endfor
-#endfor
-#for k in 0..DIMS / MATRIX_K
-#for j in 0..KEY_MATRICES
-    let key$k_$j = load_right(
-      $ju * MATRIX_N * TILE_STRIDE + (part * DIMS + $ku * MATRIX_K) / 8u, TILE_STRIDE);
-#for i in 0..M_MATRICES
-    s$i_$j = multiply(q$i_$k, key$k_$j, s$i_$j, lane);
-#endfor
-#endfor
-#endfor
-#for i in 0..M_MATRICES
-#for j in 0..KEY_MATRICES
-    store_sum(
-      sub_scores + $iu * MATRIX_M * SCORE_STRIDE + $ju * MATRIX_N / 4u, SCORE_STRIDE, s$i_$j, lane);
-#endfor
-#endfor
-    workgroupBarrier();
-
-    // The values of this tile and the keys of the next take the places of those that were used.
-    let after = tile_at(next.base + KEYS, sequence, last_place);
-#if not LATENT
-    store_tile(V_PLACE, next_values, tid);
-    next_values = load_values(kv_head, next, last_place, tid);
-    store_tile(0u, next_keys, tid);
-    next_keys = load_keys(kv_head, after, last_place, tid);
-#endif
-
-    // P = exp(S - most)
-    var tile_most = LOWEST;
-#for g in 0..GROUPS
-    let group$g = $($g * ROW_LANES)u + row_lane;
-#for h in 0..2
-    // Every other lane has its two fours the other way round, against bank conflicts.
-    let four$g_$h = 2u * group$g + (row_lane + $hu) % 2u;
-    var score$g_$h = vec4<f32>();
-#for c in 0..PARTS
-    score$g_$h += bitcast<vec4<f32>>(pool[row_scores + $cu * SUB_SCORES + four$g_$h]);
-#endfor
-#if SOFTCAP > 0
-    score$g_$h = LOG2_E * capped_four(row_scale * score$g_$h);
-#else
-    score$g_$h *= row_scale;
-#endif
-#endfor
-#endfor
-    if (tile.base + KEYS > first_place + 1u || tile.base < first_position(last_place)) {
-#for g in 0..GROUPS
-#for h in 0..2
-      let place$g_$h = vec4<u32>(tile.base + 4u * four$g_$h) + vec4<u32>(0u, 1u, 2u, 3u);
-      score$g_$h = select(
-        vec4<f32>(MASKED), score$g_$h,
-        place$g_$h <= vec4<u32>(position) & place$g_$h >= vec4<u32>(first_position(position)));
-#endfor
-#endfor
-    }
-#for g in 0..GROUPS
-    let most$g = max(score$g_0, score$g_1);
-    tile_most = max(tile_most, max(max(most$g.x, most$g.y), max(most$g.z, most$g.w)));
-#endfor
-#for l in 0..log2(ROW_LANES)
-    tile_most = max(tile_most, subgroupShuffleXor(tile_most, $(1 << $l)u));
-#endfor
-    let grows = tile_most > most + GROWTH;
-    let factor = select(1.0, exp2(most - tile_most), grows);
-    most = select(most, tile_most, grows);
-    sum *= factor;
-#for g in 0..GROUPS
-    let p$g_0 = exp2(score$g_0 - most);
-    let p$g_1 = exp2(score$g_1 - most);
-    let both$g = p$g_0 + p$g_1;
-    sum += both$g.x + both$g.y + both$g.z + both$g.w;
-    if (has_scores) {
-      let odd = row_lane % 2u == 1u;
-      pool[P_PLACE + row * WEIGHT_STRIDE + group$g] =
-        eight_halves(select(p$g_0, p$g_1, odd), select(p$g_1, p$g_0, odd));
-    }
-#endfor
-    if (row_lane == 0u) {
-      factors[row] = factor;
-      if (grows) {
-        atomicStore(&grown[turn], 1u);
-      }
-    }
-    if (tid == 0u) {
-      atomicStore(&grown[1u - turn], 0u);
-    }
-    workgroupBarrier();
-
-#if MATRIX == subgroup
-    if (atomicLoad(&grown[turn]) == 1u)
-#endif
-    {
-#for f in 0..FOLDS
-#for i in 0..M_MATRICES
-#for j in $f * KEY_MATRICES..min(DIM_MATRICES, ($f + 1) * KEY_MATRICES)
-      store_sum(
-        sub_scores + $iu * MATRIX_M * SCORE_STRIDE + $($j - $f * KEY_MATRICES)u * MATRIX_N / 4u,
-        SCORE_STRIDE, o$i_$j, lane);
-#endfor
-#endfor
-      workgroupBarrier();
-      for (var i = lane; i < SUB_ROWS * KEYS / 4u; i += LANES) {
-        let at = sub_scores + i / (KEYS / 4u) * SCORE_STRIDE + i % (KEYS / 4u);
-        pool[at] = bitcast<vec4<u32>>(
-          factors[sub_row + i / (KEYS / 4u)] * bitcast<vec4<f32>>(pool[at]));
-      }
-      workgroupBarrier();
-#for i in 0..M_MATRICES
-#for j in $f * KEY_MATRICES..min(DIM_MATRICES, ($f + 1) * KEY_MATRICES)
-      o$i_$j = load_sum(
-        sub_scores + $iu * MATRIX_M * SCORE_STRIDE + $($j - $f * KEY_MATRICES)u * MATRIX_N / 4u,
-        SCORE_STRIDE, lane);
-#endfor
-#endfor
-      workgroupBarrier();
-#endfor
-    }
-
-    // O += P V
+  // What scales the outputs is outside of the loop over tiles: inside it made all of it slower.
+  var ended = false;
+  var turn = 0u;
+  loop {
+    loop {
+      // O += P V, of the tile before
 #for k in 0..KEYS / MATRIX_K
 #for i in 0..M_MATRICES
-    let weight$k_$i = load_left(
-      P_PLACE + (sub_row + $iu * MATRIX_M) * WEIGHT_STRIDE + $ku * MATRIX_K / 8u, WEIGHT_STRIDE);
+      let weight$k_$i = load_left(
+        P_PLACE + (sub_row + $iu * MATRIX_M) * WEIGHT_STRIDE + $ku * MATRIX_K / 8u, WEIGHT_STRIDE);
 #endfor
 #for n in 0..DIM_MATRICES
-    let value$k_$n = load_right_by_rows(
-      V_PLACE + $ku * MATRIX_K * TILE_STRIDE + (part * DIMS + $nu * MATRIX_N) / 8u, TILE_STRIDE);
+      let value$k_$n = load_right_by_rows(
+        V_PLACE + $ku * MATRIX_K * TILE_STRIDE + (part * DIMS + $nu * MATRIX_N) / 8u, TILE_STRIDE);
 #for i in 0..M_MATRICES
-    o$i_$n = multiply(weight$k_$i, value$k_$n, o$i_$n, lane);
+      o$i_$n = multiply(weight$k_$i, value$k_$n, o$i_$n, lane);
 #endfor
 #endfor
 #endfor
 #if LATENT
-    workgroupBarrier();
-    store_tile(0u, next_keys, tid);
-    next_keys = load_keys(kv_head, after, last_place, tid);
-    workgroupBarrier();
+      workgroupBarrier();
+      store_tile(0u, next_keys, tid);
+      next_keys = load_keys(kv_head, next, last_place, tid);
+      workgroupBarrier();
 #endif
-    tile = next;
-    next = after;
+      ended = tile.base > last_place;
+      if (ended) {
+        break;
+      }
+
+      // S = Q K^T
+#for i in 0..M_MATRICES
+#for j in 0..KEY_MATRICES
+      var s$i_$j = Sum();
+#endfor
+#endfor
+#for k in 0..DIMS / MATRIX_K
+#for j in 0..KEY_MATRICES
+      let key$k_$j = load_right(
+        $ju * MATRIX_N * TILE_STRIDE + (part * DIMS + $ku * MATRIX_K) / 8u, TILE_STRIDE);
+#for i in 0..M_MATRICES
+      s$i_$j = multiply(q$i_$k, key$k_$j, s$i_$j, lane);
+#endfor
+#endfor
+#endfor
+#for i in 0..M_MATRICES
+#for j in 0..KEY_MATRICES
+      store_sum(
+        sub_scores + $iu * MATRIX_M * SCORE_STRIDE + $ju * MATRIX_N / 4u, SCORE_STRIDE, s$i_$j, lane);
+#endfor
+#endfor
+      workgroupBarrier();
+
+      // The values of this tile and the keys of the next take the places of those that were used.
+      let after = tile_at(next.base + KEYS, sequence, last_place);
+#if not LATENT
+      store_tile(V_PLACE, next_values, tid);
+      next_values = load_values(kv_head, next, last_place, tid);
+      store_tile(0u, next_keys, tid);
+      next_keys = load_keys(kv_head, after, last_place, tid);
+#endif
+
+      // P = exp(S - most)
+      var tile_most = LOWEST;
+#for g in 0..GROUPS
+      let group$g = $($g * ROW_LANES)u + row_lane;
+#for h in 0..2
+      // Every other lane has its two fours the other way round, against bank conflicts.
+      let four$g_$h = 2u * group$g + (row_lane + $hu) % 2u;
+      var score$g_$h = vec4<f32>();
+#for c in 0..PARTS
+      score$g_$h += bitcast<vec4<f32>>(pool[row_scores + $cu * SUB_SCORES + four$g_$h]);
+#endfor
+#if SOFTCAP > 0
+      score$g_$h = LOG2_E * capped_four(row_scale * score$g_$h);
+#else
+      score$g_$h *= row_scale;
+#endif
+#endfor
+#endfor
+      if (tile.base + KEYS > first_place + 1u || tile.base < first_position(last_place)) {
+#for g in 0..GROUPS
+#for h in 0..2
+        let place$g_$h = vec4<u32>(tile.base + 4u * four$g_$h) + vec4<u32>(0u, 1u, 2u, 3u);
+        score$g_$h = select(
+          vec4<f32>(MASKED), score$g_$h,
+          (place$g_$h <= vec4<u32>(position))
+            & (place$g_$h >= vec4<u32>(first_position(position))));
+#endfor
+#endfor
+      }
+#for g in 0..GROUPS
+      let most$g = max(score$g_0, score$g_1);
+      tile_most = max(tile_most, max(max(most$g.x, most$g.y), max(most$g.z, most$g.w)));
+#endfor
+#for l in 0..log2(ROW_LANES)
+      tile_most = max(tile_most, subgroupShuffleXor(tile_most, $(1 << $l)u));
+#endfor
+      let grows = tile_most > most + GROWTH;
+      let factor = select(1.0, exp2(most - tile_most), grows);
+      let has_outputs = most > LOWEST;
+      most = select(most, tile_most, grows);
+      sum *= factor;
+#for g in 0..GROUPS
+      let p$g_0 = exp2(score$g_0 - most);
+      let p$g_1 = exp2(score$g_1 - most);
+      let both$g = p$g_0 + p$g_1;
+      sum += both$g.x + both$g.y + both$g.z + both$g.w;
+      if (has_scores) {
+        let odd = row_lane % 2u == 1u;
+        pool[P_PLACE + row * WEIGHT_STRIDE + group$g] =
+          eight_halves(select(p$g_0, p$g_1, odd), select(p$g_1, p$g_0, odd));
+      }
+#endfor
+      if (leads_row) {
+        factors[row] = factor;
+        if (grows && has_outputs) {
+          atomicStore(&grown[turn], 1u);
+        }
+      }
+      if (tid == 0u) {
+        atomicStore(&grown[1u - turn], 0u);
+      }
+      workgroupBarrier();
+
+      tile = next;
+      next = after;
+      turn = 1u - turn;
+#if MATRIX == emulated
+      break;  // always, as compilers do not see that the condition is uniform
+#else
+      if (atomicLoad(&grown[1u - turn]) == 1u) {
+        break;
+      }
+#endif
+    }
+    if (ended) {
+      break;
+    }
+#for f in 0..FOLDS
+#for i in 0..M_MATRICES
+#for j in $f * KEY_MATRICES..min(DIM_MATRICES, ($f + 1) * KEY_MATRICES)
+    store_sum(
+      sub_scores + $iu * MATRIX_M * SCORE_STRIDE + $($j - $f * KEY_MATRICES)u * MATRIX_N / 4u,
+      SCORE_STRIDE, o$i_$j, lane);
+#endfor
+#endfor
+    workgroupBarrier();
+    for (var i = lane; i < SUB_ROWS * KEYS / 4u; i += LANES) {
+      let at = sub_scores + i / (KEYS / 4u) * SCORE_STRIDE + i % (KEYS / 4u);
+      pool[at] = bitcast<vec4<u32>>(
+        factors[sub_row + i / (KEYS / 4u)] * bitcast<vec4<f32>>(pool[at]));
+    }
+    workgroupBarrier();
+#for i in 0..M_MATRICES
+#for j in $f * KEY_MATRICES..min(DIM_MATRICES, ($f + 1) * KEY_MATRICES)
+    o$i_$j = load_sum(
+      sub_scores + $iu * MATRIX_M * SCORE_STRIDE + $($j - $f * KEY_MATRICES)u * MATRIX_N / 4u,
+      SCORE_STRIDE, lane);
+#endfor
+#endfor
+    workgroupBarrier();
+#endfor
   }
 
 #for l in 0..log2(ROW_LANES)
@@ -387,7 +413,7 @@ fn main(
 #if SINKS
   sum += exp2(LOG2_E * sinks[id.x] - most);
 #endif
-  if (row_lane == 0u) {
+  if (leads_row) {
     factors[row] = UNIT / sum;
   }
   workgroupBarrier();
