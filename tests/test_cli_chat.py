@@ -289,7 +289,6 @@ def test_styles_leave_the_text_as_it_is(
 ) -> None:
     def written(size: int, text: str = MARKDOWN, **environment: str) -> str:
         monkeypatch.setattr("infer.cli.terminal.is_terminal", lambda stream: True)
-        monkeypatch.setattr("infer.cli.terminal.columns", lambda stream: 80)
         for name, value in ({"NO_COLOR": "", "TERM": "xterm"} | environment).items():
             monkeypatch.setenv(name, value)
         writer = MarkdownWriter()

@@ -57,7 +57,6 @@ from infer.cli.ps import ps
 from infer.cli.serve import serve
 from infer.cli.terminal import (
     INTERRUPTED,
-    TextWriter,
     exit_codes,
     never_fail_to_encode,
     note,
@@ -66,6 +65,7 @@ from infer.cli.terminal import (
     read_schema,
     read_text,
     show,
+    tell,
     uninterrupted,
     warnings_as_notes,
     write,
@@ -502,25 +502,25 @@ def check_file(file: str, out: str | None, *, prompted: bool, as_json: bool) -> 
 def generate(stream: Stream, *, streamed: bool, quiet: bool = False) -> Result:
     """The answer; streamed: written while it comes, and its reasoning on standard error, unless
     quiet. After Ctrl-C, what there is by then."""
-    writer, written, thinking = TextWriter() if streamed else None, 0, False
+    written, thinking = 0, False
     try:
         for chunk in stream:
             with uninterrupted():
-                if writer is not None:
+                if streamed:
                     if chunk.reasoning and not quiet:
                         write_note(visible(chunk.reasoning))
                         thinking = True
                     if thinking and chunk.text:
                         write_note("\n\n")
                         thinking = False
-                    writer.write(chunk.text)
+                    write(chunk.text)
                 written += len(chunk.text)
     except KeyboardInterrupt:
-        if writer is not None:
-            writer.write(stream.result.text[written:])
+        if streamed:
+            write(stream.result.text[written:])
     finally:
-        if writer is not None:
-            writer.end()
+        if streamed:
+            write("\n")
     return stream.result
 
 
@@ -579,7 +579,7 @@ def pull(
 
         with ProgressLine() as line:
             found = fetch(model, revision=revision, progress=partial(line.loading, "download"))
-        write(cached.pulled_text(found) + "\n")
+        tell(cached.pulled_text(found))
 
 
 @app.command(
@@ -648,7 +648,7 @@ def rm(
             raise typer.Exit(1)
         with uninterrupted():
             freed = deletion.execute()
-        write(f"{deletion.name}: deleted, {size(freed)} freed\n")
+        tell(f"{deletion.name}: deleted, {size(freed)} freed")
 
 
 @app.command("show", cls=Command, hidden=True)  # what Ollama calls it
@@ -897,7 +897,7 @@ def bench(
             benchmark.check_writable(path)
         last = ""
 
-        def tell(test: str, number: int, runs: int) -> None:
+        def say(test: str, number: int, runs: int) -> None:
             nonlocal last
             if line.shown:
                 run = f": run {number} of {runs}" if number else ": warm-up" if runs else ""
@@ -933,7 +933,7 @@ def bench(
                 draft_quantize=draft_quantize,
                 repeats=repeats,
                 profile=profile,
-                progress=tell,
+                progress=say,
                 loading=line.loading,
             )
         if as_json:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from infer.cli.report import Loading, answer_json, table
-from infer.cli.terminal import INTERRUPTED, note, of_system, uninterrupted, write
+from infer.cli.report import Loading, answer_json
+from infer.cli.terminal import INTERRUPTED, note, of_system, table, uninterrupted, write
 from infer.foreign import reason, shown
 from infer.kernels.errors import InferError, ModelError, RequestError, TokenizerError
 from infer.keywords import check_names

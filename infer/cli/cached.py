@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from infer.cli.terminal import wrapped
 from infer.hub.cache import CachedModel, CachedModels, Deletion, Pulled
 from infer.kernels.errors import RequestError
-from infer.progress import is_terminal, size, visible, write_note
+from infer.progress import columns, is_terminal, size, visible, write_note
 
-WIDTH = 80
+_WIDTH = 80  # where the output is no terminal
 _HEADER = ("size", "format", "revision", "last used")
 _SHORT = 7  # of a commit, as git shows it
 
@@ -48,11 +49,13 @@ class CachedReport:
         }
 
     def text(self) -> str:
-        """A line for each model, or two where its name leaves the rest no room in 80 columns."""
+        """A line for each model, or two where its name leaves the rest no room in the terminal's
+        columns, or in 80."""
         models, others = self.cached.models, self.cached.others
         rest = [_HEADER, *map(_row, models)]
         widths = [max(map(len, column)) for column in zip(*rest, strict=True)]
-        room = WIDTH - sum(widths) - 2 * len(widths)
+        width = columns(sys.stdout) if is_terminal(sys.stdout) else _WIDTH
+        room = max(width - sum(widths) - 2 * len(widths), 0)
         names = [visible(model.name).replace("\n", "\\n") for model in models]
         room = max((len(name) for name in ("model", *names) if len(name) <= room), default=room)
         lines = []
@@ -90,5 +93,6 @@ def is_wanted(deletion: Deletion) -> bool:
             f"{deletion_text(deletion)}, is not deleted without being asked for on a terminal. "
             "Give --yes to delete it at once."
         )
-    write_note(visible(f"Delete {deletion_text(deletion)}? [y/N] "))
+    question = visible(f"Delete {deletion_text(deletion)}? [y/N]")
+    write_note(wrapped(question, sys.stderr) + " ")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -44,9 +44,10 @@ from infer.cli.terminal import (
     exit_codes,
     note,
     of_system,
+    table,
+    tell,
     uninterrupted,
     warnings_as_notes,
-    write,
 )
 from infer.foreign import shown
 from infer.kernels.errors import InferError, RequestError
@@ -54,20 +55,22 @@ from infer.progress import ProgressLine, is_terminal, visible, write_note
 
 _MOST_BYTES = 16 << 20  # of a conversation in a file
 
-_HELP = """\
-/system TEXT     the system message; /system none for none, /system alone shows it
-/params NAME=X   sampling, such as /params temperature=0.7 seed=1; NAME= leaves it
-                 to the model; /params alone shows what is set, and the last pace
-/retry           answers the last message anew
-/reset           begins anew, with the same system message and sampling
-/save FILE       writes the conversation to a file, as JSON
-/load FILE       goes on with one
-/exit            ends, as Ctrl-D does
+_COMMANDS = {
+    "/system TEXT": "the system message; /system none for none, /system alone shows it",
+    "/params NAME=X": "sampling, such as /params temperature=0.7 seed=1; NAME= leaves it to the "
+    "model; /params alone shows what is set, and the last pace",
+    "/retry": "answers the last message anew",
+    "/reset": "begins anew, with the same system message and sampling",
+    "/save FILE": "writes the conversation to a file, as JSON",
+    "/load FILE": "goes on with one",
+    "/exit": "ends, as Ctrl-D does",
+}
+_HELP = f"""\
+{table(_COMMANDS)}
 
-Enter sends; Alt-Enter, or a backslash before Enter, begins a line. A space before / makes a
+Enter sends; Alt-Enter, or a backslash before Enter, begins a line. A space before / makes a \
 message of the line.
-Ctrl-C stops an answer.
-"""
+Ctrl-C stops an answer."""
 
 
 def chat(
@@ -334,7 +337,7 @@ class Conversation:
         return False
 
     def _do_help(self, rest: str) -> None:
-        write(_HELP)
+        tell(_HELP)
 
     def _do_system(self, rest: str) -> None:
         if rest:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Sized
 from dataclasses import asdict, dataclass
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
+from infer.cli.terminal import table
 from infer.inspection import Inspection
 from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
 from infer.kernels.gpu.device import Device, Limits
 from infer.llm import LLM
 from infer.models.loading.checkpoint import listed
-from infer.progress import size, visible
+from infer.progress import size
 from infer.results import Result, TopLogprob
 from infer.sampling import SamplingParams
 from infer.versions import versions
@@ -23,13 +24,6 @@ if TYPE_CHECKING:
 
 # The features that kernels make use of where they are there.
 _FEATURES = ("subgroups", "shader-f16", "timestamp-query")
-
-
-def table(rows: Mapping[str, str], indent: str = "") -> str:
-    """A line for each entry, its values in one column."""
-    width = max(map(len, rows))
-    lines = (f"{indent}{name:{width}}  {value}" for name, value in rows.items())
-    return "\n".join(visible(line).replace("\n", "\\n") for line in lines)
 
 
 def _count(things: Sized, noun: str) -> str:

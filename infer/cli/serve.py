@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
@@ -36,7 +37,7 @@ from infer.cli.options import (
     parse_origin,
     server_option,
 )
-from infer.cli.terminal import exit_codes, note, warnings_as_notes, write
+from infer.cli.terminal import exit_codes, note, table, warnings_as_notes, wrapped, write
 from infer.kernels.errors import InferError
 from infer.progress import ProgressLine, size
 
@@ -298,7 +299,6 @@ def _extra() -> Iterator[None]:
 
 def _screen(host: Host, address: str) -> str:
     """What a user needs to know once the server answers."""
-    from infer.cli.report import table
 
     names = [model.id for model in host.models().data]
     rows = {
@@ -317,8 +317,9 @@ def _screen(host: Host, address: str) -> str:
         asked = f'"model": {json.dumps(names[0])}, '
     asked += '"messages": [{"role": "user", "content": "Hello"}]' if chat else '"prompt": "Hello"'
     key = " -H 'Authorization: Bearer KEY'" if host.options.api_keys else ""
+    about = wrapped(table(rows), sys.stdout)
     return (
-        f"{table(rows)}\n\ncurl {address}/v1/{'chat/' * chat}completions{key} \\\n"
+        f"{about}\n\ncurl {address}/v1/{'chat/' * chat}completions{key} \\\n"
         f"  -H 'Content-Type: application/json' -d '{{{asked}, \"max_tokens\": 50}}'\n\n"
         "Ctrl-C ends it.\n"
     )

@@ -8,14 +8,14 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 import traceback
-import unicodedata
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import typer
 
@@ -44,7 +44,7 @@ def exit_codes(verbose: bool = False) -> Iterator[None]:
         raise typer.Exit(NOBODY_READS) from None
     except (InferError, OSError) as error:
         if verbose:
-            note(traceback.format_exc().rstrip())
+            write_note(visible(traceback.format_exc()))
         note(f"error: {error if isinstance(error, InferError) else of_system(error)}")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
@@ -108,101 +108,42 @@ def write_as_is(text: str) -> None:
         raise InferError(f"The output cannot be written: {error.strerror}.") from error
 
 
-_BULLET = re.compile(r"[-*+•]|\d+[.)]")
+_MAY_GO_ON = re.compile(r"[`*#]+\Z")
 
 
-def _is_wide(character: str) -> bool:
-    """Whether it takes two columns."""
-    return unicodedata.east_asian_width(character) in ("W", "F")
-
-
-class TextWriter:
-    """Writes streamed text on standard output. On a terminal a word that would cross the right edge
-    goes whole to the next line, and so a word is written when it has ended.
-
-    The line is filled up with spaces, as a terminal takes lines that it has wrapped by itself for
-    one when they are copied. Left to the terminal are tables and code: between ```, or four columns
-    from the edge. And so is the rest of a line after a character whose width terminals do not agree
-    on, such as a joined emoji."""
+class MarkdownWriter:
+    """Writes streamed text on standard output. Where a terminal has styles, headings and **bold**
+    are bold and `code` is coloured. All characters of the text stay, none are added, and the
+    terminal breaks the lines: what is copied from it is the text."""
 
     def __init__(self) -> None:
-        self._wraps = is_terminal(sys.stdout) and os.environ.get("TERM") != "dumb"
-        self._word, self._column = "", 0
-        self._begins = True  # whether the line has had no word yet
-        self._after_space = False
-        self._fenced = self._as_it_is = False
-
-    def write(self, text: str) -> None:
-        """Text at once, but for a word that may go on."""
-        if not self._wraps:
-            self._put(text)
-            return
-        width = columns(sys.stdout)
-        pieces: list[str] = []
-        for character in visible(text):
-            if character.isspace() or _is_wide(character):
-                pieces += [self._placed(width), self._placed_one(character, width)]
-            else:
-                self._word += character
-                if len(self._word) >= width:
-                    pieces.append(self._placed(width))
-        self._put("".join(pieces))
-
-    def end(self) -> None:
-        """What was held back, and a line end."""
-        self._put((self._placed(columns(sys.stdout)) if self._word else "") + "\n")
-
-    def _put(self, text: str) -> None:
-        write(text)
-
-    def _placed(self, width: int) -> str:
-        """The word, on the next line if it does not fit into this one."""
-        word, self._word = self._word, ""
-        if not word:
-            return ""
-        if self._begins:
-            self._begins = False
-            self._fenced ^= word.startswith("```")
-            indented = self._column >= 4 and not _BULLET.fullmatch(word)
-            self._as_it_is |= self._fenced or indented or word.startswith(("```", "|"))
-        self._as_it_is |= any(unicodedata.category(c) in ("Mn", "Me", "Cf") for c in word)
-        fill = ""
-        # The last column is for the space after a word.
-        if self._after_space and not self._as_it_is and self._column + len(word) >= width:
-            fill, self._column = " " * (width - self._column), 0
-        self._column = (self._column + len(word)) % width
-        self._after_space = False
-        return fill + word
-
-    def _placed_one(self, character: str, width: int) -> str:
-        """A space, a line end, or a wide character, which is a word of its own."""
-        if character == "\n":
-            self._column, self._begins, self._as_it_is = 0, True, False
-            return character
-        wide, self._after_space = _is_wide(character), character.isspace()
-        self._as_it_is |= character == "\t"
-        self._begins &= self._after_space
-        if wide and self._column == width - 1:  # it does not fit into one column
-            self._column = 0
-        self._column = (self._column + 1 + wide) % width
-        return character
-
-
-class MarkdownWriter(TextWriter):
-    """The same, with headings and **bold** in bold and `code` in colour, where a terminal has both.
-    All characters of the text stay, and nothing that was written is written anew."""
-
-    def __init__(self) -> None:
-        super().__init__()
         self.dim = False  # such as reasoning
-        self._styles = self._wraps and not os.environ.get("NO_COLOR") and os.name != "nt"
+        self._styles = (
+            is_terminal(sys.stdout)
+            and os.environ.get("TERM") != "dumb"
+            and not os.environ.get("NO_COLOR")
+            and os.name != "nt"
+        )
+        self._held = ""  # a mark at the end, which may go on
         self._line = ""  # how the line begins, as far as that says what it is
         self._block = self._heading = self._bold = self._code = False
 
-    def _put(self, text: str) -> None:
+    def write(self, text: str) -> None:
+        """Text at once, but for a mark that may go on."""
         if not self._styles:
             write(text)
             return
+        text = self._held + visible(text)
+        found = _MAY_GO_ON.search(text)
+        self._held = found[0] if found else ""
+        self._write_styled(text.removesuffix(self._held))
+
+    def end(self) -> None:
+        """What was held back, and a line end."""
+        self._write_styled(self._held + "\n")
+        self._held = ""
+
+    def _write_styled(self, text: str) -> None:
         pieces: list[str] = []
         parts = re.findall(r"\n|`+|\*\*|[^\n`*]+|\*", text)
         for part, after in zip(parts, [*parts[1:], " "], strict=False):
@@ -234,6 +175,8 @@ class MarkdownWriter(TextWriter):
         return False
 
     def _styled(self, part: str) -> str:
+        if not self._styles:
+            return part
         codes = ["2"] if self.dim else []
         if self._block or self._code or self._line.startswith("```"):
             codes.append("36")
@@ -242,10 +185,44 @@ class MarkdownWriter(TextWriter):
         return part if part == "\n" or not codes else f"\x1b[{';'.join(codes)}m{part}\x1b[0m"
 
 
+def wrapped(text: str, stream: TextIO | None) -> str:
+    """Text for people. Where the stream is a terminal, lines that are wider than it are broken
+    between words. What follows is indented as the line is, or where it is one of a table, a name
+    and after two spaces a value, as the value."""
+    if stream is None or not is_terminal(stream):
+        return text
+    width = columns(stream)
+    return "\n".join(
+        line if len(line) <= width else _broken(line, width) for line in text.split("\n")
+    )
+
+
+def _broken(line: str, width: int) -> str:
+    begin = len(line) - len(line.lstrip())
+    name = re.match(r" *\S+(?: \S+)* {2,}", line)
+    column = begin if name is None else name.end()
+    if column > width // 2:  # too little would be left for the value
+        column = begin + 2
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=" " * column,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def table(rows: Mapping[str, str], indent: str = "") -> str:
+    """A line for each entry, its values in one column."""
+    width = max(map(len, rows))
+    lines = (f"{indent}{name:{width}}  {value}" for name, value in rows.items())
+    return "\n".join(visible(line).replace("\n", "\\n") for line in lines)
+
+
 def note(text: str) -> None:
-    """A line on standard error, its control characters visible. Where it cannot be written, no
+    """Lines on standard error, their control characters visible. Where they cannot be written, no
     answer is lost for it: `exit_codes` tells."""
-    write_note(visible(text) + "\n")
+    write_note(wrapped(visible(text), sys.stderr) + "\n")
 
 
 @contextmanager
@@ -266,6 +243,11 @@ def warnings_as_notes(quiet: bool, told: set[str] | None = None) -> Iterator[Non
             note(f"note: {text}")
 
 
+def tell(text: str) -> None:
+    """Lines for people on standard output."""
+    write(wrapped(text, sys.stdout) + "\n")
+
+
 class Shown(Protocol):
     """What a command prints."""
 
@@ -278,7 +260,7 @@ def show(report: Shown, as_json: bool) -> None:
     if as_json:
         write_json(report.json())
     else:
-        write(report.text() + "\n")
+        tell(report.text())
 
 
 def write_json(value: Mapping[str, Any]) -> None:
