@@ -6,15 +6,16 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False  # as type checkers know it; typing takes longer to import than all of this
 
 # In a checkout kernels/ and models/ lie beside this folder. Links to them are in it too, where git
 # makes links, for tools that do not run this.
-_above = Path(__file__).resolve().parent.parent
-if (_above / "pyproject.toml").is_file() and (_above / "kernels" / "__init__.py").is_file():
-    __path__.append(str(_above))
+_above = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+if all(os.path.isfile(f"{_above}/{name}") for name in ("pyproject.toml", "kernels/__init__.py")):
+    __path__.append(_above)
 
 from infer.kernels.errors import (  # noqa: E402
     CheckpointError,
@@ -30,10 +31,13 @@ from infer.kernels.errors import (  # noqa: E402
     RequestError,
     ShaderError,
     TokenizerError,
+    UnknownDeviceError,
     UnsupportedError,
 )
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from infer.aio import AsyncStream
     from infer.engine.token_engine import EngineStats
     from infer.kept import generate, stream
@@ -102,6 +106,7 @@ __all__ = [
     "ToolCall",
     "ToolCallDelta",
     "TopLogprob",
+    "UnknownDeviceError",
     "UnsupportedError",
     "generate",
     "is_available",

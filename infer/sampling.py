@@ -115,7 +115,8 @@ class SamplingParams:
                 continue
             # The comparison is false for NaN too.
             if not (_is(value, Real) and least <= value <= most):
-                raise RequestError(f"{name} must be {allowed}, not {shown(value)}.")
+                given = shown(value).removesuffix(".0")  # of --temperature -1
+                raise RequestError(f"{name} must be {allowed}, not {given}.")
             object.__setattr__(self, name, float(value))
         for name, (first, last, allowed) in _INTEGERS.items():
             value = getattr(self, name)

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False  # as type checkers know it; typing takes long to import
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from infer.kernels.checks import functions
     from infer.kernels.checks.bench import CheckResult
     from infer.kernels.checks.check import check_device

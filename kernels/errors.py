@@ -1,7 +1,8 @@
 """The errors of infer. Each message says what was wrong and what to do.
 
 InferError
-├── DeviceError            no adapter, none of that name, a lost device
+├── DeviceError            no adapter, or a lost device
+│   ├── UnknownDeviceError no adapter, or no WebGPU library, of that name (a RequestError, too)
 │   └── OutOfMemoryError   buffers that do not fit
 ├── ShaderError            a kernel that does not compile, or wrong parameters for one
 ├── ModelError             a model that cannot be loaded
@@ -21,7 +22,7 @@ class InferError(Exception):
 
 
 class DeviceError(InferError):
-    """No usable adapter, no adapter of the given name, or a lost device."""
+    """No usable adapter, or a lost device."""
 
 
 class OutOfMemoryError(DeviceError):
@@ -62,6 +63,10 @@ class NoChatTemplateError(TokenizerError):
 
 class RequestError(InferError, ValueError):
     """A prompt or a sampling value that cannot be served."""
+
+
+class UnknownDeviceError(DeviceError, RequestError):
+    """No adapter, or no WebGPU library, of the given name."""
 
 
 class ClosedError(InferError):

@@ -177,7 +177,7 @@ def build_model(raw: RawConfig) -> Decoder:
     """The model that a config.json describes. Raises UnsupportedError for one that is not here."""
     from infer.kernels.errors import UnsupportedError
     from infer.models.blocks.multimodal import text_config
-    from infer.models.loading.config import shown
+    from infer.models.loading.config import nearest, shown
 
     if raw.get("model_type", "", str) in MULTIMODAL:
         raw = text_config(raw)
@@ -189,9 +189,10 @@ def build_model(raw: RawConfig) -> Decoder:
         )
     architecture = ARCHITECTURES.get(model_type)
     if architecture is None:
+        known = [*ARCHITECTURES, *MULTIMODAL]
         raise UnsupportedError(
-            f"{raw.place}: the architecture {shown(model_type)} is not implemented. "
-            f"Implemented: {', '.join([*ARCHITECTURES, *MULTIMODAL])}."
+            f"{raw.place}: the architecture {shown(model_type)} is not implemented."
+            f"{nearest(model_type, known)} The README lists all {len(known)} that are."
         )
     cls = getattr(import_module(f"infer.models.{model_type}"), architecture.cls)
     model: Decoder = cls(cls.read_config(raw))

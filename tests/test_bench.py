@@ -653,7 +653,7 @@ def test_bad_commands(
 ) -> None:
     """All are said before anything is measured."""
     monkeypatch.delattr(bench, "copy_bandwidth")
-    assert re.search(message, refused("bench", "--shape", "tiny", *flags))
+    assert re.search(message, refused("bench", "--shape", "tiny", *flags, code=2))
 
 
 def test_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ def test_wrong_lines_are_told_before_the_model_is_loaded(
     wrong = line if isinstance(line, bytes) else line.encode()
     prompts.write_bytes(b'"right"\n\n' + wrong + b'\n"right"\n')
     result = run("--file", prompts)
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: {prompts}, line 3: ")
     assert message in result.stderr
 
@@ -207,7 +207,7 @@ def test_a_file_of_something_else_stays_as_it_is(
     write(prompts, "a", "b")
     out.write_text(content)
     result = run("--file", prompts, "--out", out)
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
     assert out.read_text() == content
 

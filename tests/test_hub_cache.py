@@ -321,13 +321,13 @@ def test_what_is_not_there_is_not_deleted(
     put_model(cache, "org/qwen3-0.6b")
     put(cache, "org/several", {"a-Q4.gguf": b"a", "b-Q4.gguf": b"b"})
     before = sound(cache)
-    assert re.search(message, refused("rm", *arguments, "--yes"))
+    assert re.search(message, refused("rm", *arguments, "--yes", code=2))
     assert sound(cache) == before
 
 
 def test_it_asks_on_a_terminal(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_model(cache, "org/a", nbytes=2048)
-    assert "Give --yes" in refused("rm", "org/a")
+    assert "Give --yes" in refused("rm", "org/a", code=2)
     monkeypatch.setattr(infer.cli.cached, "is_terminal", lambda stream: True)
     for answer in (b"n\n", b"\n", b"", b"x\n"):
         done = invoke("rm", "org/a", stdin=answer)
@@ -387,7 +387,7 @@ def test_shells_complete_names_of_the_cache(cache: Path) -> None:
 def test_a_folder_here_comes_before_the_model_in_the_cache(cache: Path, tmp_path: Path) -> None:
     put_model(cache, "org/a")
     (tmp_path / "org/a").mkdir(parents=True)
-    assert "with hf.co/ before it" in refused("rm", "org/a", "--yes")
+    assert "with hf.co/ before it" in refused("rm", "org/a", "--yes", code=2)
     assert invoke("rm", "hf.co/org/a", "--yes").stdout.startswith("org/a: deleted")
     assert (tmp_path / "org/a").is_dir()
 
@@ -423,7 +423,7 @@ def test_pull_fetches_once_what_running_needs(hub: Hub, tmp_path: Path) -> None:
 def test_pull_fetches_one_gguf_model(hub: Hub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     several = pull(hub.url, tmp_path, "pull", "org/gguf", HF_HUB_CACHE=str(cache))
-    assert several.returncode == 1
+    assert several.returncode == 2
     assert re.search(r"several GGUF models\. Give one: org/gguf:Q8_0 .*Q4_K_M", several.stderr)
     done = pull(hub.url, tmp_path, "pull", "hf.co/org/gguf:q8_0", HF_HUB_CACHE=str(cache))
     nbytes = sum(len(content("org/gguf", MAIN, n)) for n in WANTED["org/gguf"] if n != Q4)
@@ -450,4 +450,6 @@ def test_of_a_local_model_there_is_nothing_to_fetch(
     cache: Path, tmp_path: Path, model: str
 ) -> None:
     (tmp_path / "folder").mkdir()
-    assert f"{model} is here already, so there is nothing to fetch" in refused("pull", model)
+    assert f"{model} is here already, so there is nothing to fetch" in refused(
+        "pull", model, code=2
+    )

@@ -823,7 +823,9 @@ def test_the_command_line(demo_adapter: Path, expected: str) -> None:
     message = refused("run", DEMO, "--adapter", DATA / "phi3", "-p", PROMPT)
     assert "phi3 is for another model" in message
     assert "phi3 is for another model" in refused("info", DEMO, "--adapter", DATA / "phi3")
-    assert "There is no folder /none" in refused("run", DEMO, "--adapter", "/none", "-p", PROMPT)
+    assert "There is no folder /none" in refused(
+        "run", DEMO, "--adapter", "/none", "-p", PROMPT, code=2
+    )
     assert "story, for 12 tensors" in invoke("info", DEMO, "--adapter", demo_adapter).stdout
 
 

@@ -717,7 +717,7 @@ def test_a_schema_in_a_file(llm: LLM, tmp_path: Path, monkeypatch: pytest.Monkey
     for content, message in (("{", "is not JSON"), ("[]", "no JSON schema"), (NOT, '"not"')):
         wrong.write_text(content)
         result = run("Hi", "--schema", wrong)
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert message in result.stderr
     assert "No such file" in run("Hi", "--schema", tmp_path / "none").stderr
     assert run("Hi", "--regex", "[a]{2}").stdout == "aa\n"

@@ -117,7 +117,7 @@ def _root(
     Try it with the model that is included: infer run demo "Once upon a time"
 
     Results go to standard output, everything else to standard error. Exit codes: 0 for success, 1
-    for an error, which is explained, 2 for wrong usage, 130 after Ctrl-C.
+    for an error, 2 for a wrong option, value or name, 130 after Ctrl-C.
     """
     if version:
         with exit_codes():

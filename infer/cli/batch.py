@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.cli.report import Loading, answer_json
-from infer.cli.terminal import INTERRUPTED, note, of_system, table, uninterrupted, write
+from infer.cli.terminal import INTERRUPTED, note, of_system, read_file, table, uninterrupted, write
 from infer.foreign import reason, shown
 from infer.kernels.errors import InferError, ModelError, RequestError, TokenizerError
 from infer.keywords import check_names
@@ -43,7 +43,7 @@ def read_requests(path: str, params: SamplingParams, *, raw: bool) -> list[Reque
     there is no chat template for messages. Raises RequestError with the number of a wrong line."""
     name = "standard input" if path == "-" else path
     if path != "-":
-        content = Path(path).read_bytes()
+        content = read_file(path)
     else:
         content = b"" if sys.stdin is None else sys.stdin.buffer.read()
     requests: list[Request] = []

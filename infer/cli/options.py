@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,14 +19,29 @@ from infer.foreign import shown
 
 
 def _tidied(params: Iterable[Any]) -> list[Any]:
-    """Parameters whose help shows neither a value where there is none nor a type of Python's."""
+    """Parameters whose help shows neither a value where there is none nor a type of Python's, and
+    whose errors show the value that was given."""
     params = list(params)
     for param in params:
+        if "process_value" not in vars(param):
+            param.process_value = partial(_process, param.process_value)
         if param.param_type_name == "argument":
             param.display_type_rich = lambda ctx: None
         elif param.is_flag:
             param.metavar = ""
     return params
+
+
+def _process(process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+    try:
+        return process(ctx, value)
+    except typer.BadParameter as error:
+        if isinstance(value, str) and (found := _TOLD.match(error.message)):
+            error.message = found[2] or f"must be {found[1]}, not {shown(value)}"
+        raise
+
+
+_TOLD = re.compile(r"Input should be ([^,]*)|Value error, (.*)", re.S)  # by typer
 
 
 class Command(TyperCommand):

@@ -21,7 +21,7 @@ import typer
 
 from infer import progress
 from infer.foreign import reason, shown
-from infer.kernels.errors import InferError, InferWarning, RequestError
+from infer.kernels.errors import InferError, InferWarning, ModelNotFoundError, RequestError
 from infer.progress import columns, discard, is_terminal, visible, write_note
 
 # What a shell reports for a program that SIGINT, or SIGPIPE, has ended: 128 + the signal's number.
@@ -31,10 +31,12 @@ INTERRUPTED, NOBODY_READS = 130, 141
 @contextmanager
 def exit_codes(verbose: bool = False) -> Iterator[None]:
     """Ends a command as a shell expects: after an InferError, or an error of the system, with its
-    message and code 1, after Ctrl-C with 130, with 141 when nobody reads the output any more, and
-    with 1 where all was well but a note was lost. verbose adds the traceback of an error; any other
-    exception is a bug, and passes."""
+    message and code 1, or 2 where what was asked for is wrong; after Ctrl-C with 130, with 141 when
+    nobody reads the output any more, and with 1 where all was well but a note was lost. verbose
+    adds the traceback of an error; any other exception is a bug, and passes."""
     progress.note_lost = False
+    if callable(signal.getsignal(signal.SIGINT)):  # not where it is ignored, as in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # of a connection too, which must not end us
     try:
@@ -46,7 +48,8 @@ def exit_codes(verbose: bool = False) -> Iterator[None]:
         if verbose:
             write_note(visible(traceback.format_exc()))
         note(f"error: {error if isinstance(error, InferError) else of_system(error)}")
-        raise typer.Exit(1) from None
+        wrong = isinstance(error, RequestError | ModelNotFoundError)
+        raise typer.Exit(2 if wrong else 1) from None
     except KeyboardInterrupt:
         note("interrupted")
         raise typer.Exit(INTERRUPTED) from None
@@ -288,13 +291,21 @@ def read_prompt(given: str | None) -> str:
 
 def read_text(path: str) -> str:
     """That of a file. Raises RequestError for what is none."""
-    return _of_bytes(Path(path).read_bytes(), path)
+    return _of_bytes(read_file(path), path)
+
+
+def read_file(path: str) -> bytes:
+    """What a file holds that an option names. Raises RequestError where it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def read_schema(path: str) -> dict[str, Any]:
     """The JSON schema in a file. Raises RequestError for what is none."""
     try:
-        schema = json.loads(Path(path).read_bytes())
+        schema = json.loads(read_file(path))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{path} is not JSON: {reason(error)}") from None
     if not isinstance(schema, dict):

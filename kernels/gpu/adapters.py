@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infer.kernels.errors import DeviceError
+from infer.kernels.errors import DeviceError, UnknownDeviceError
 from infer.kernels.gpu.native import DEFAULT, Library, library
 from infer.kernels.gpu.native.library import MatrixShape
 
@@ -169,7 +169,8 @@ def choose_adapter(selector: str | int | None = None, webgpu: str | None = None)
     library, as for `list_adapters`.
 
     The variable INFER_DEVICE, unless it is empty, stands in for a missing selector. Raises
-    DeviceError, with the adapters there are, when none matches.
+    DeviceError where there is no adapter, and UnknownDeviceError, with those there are, when none
+    matches.
     """
     adapters = list_adapters(webgpu)
     if not adapters:
@@ -186,7 +187,7 @@ def choose_adapter(selector: str | int | None = None, webgpu: str | None = None)
     matches = [a for a in adapters if text.lower() in a.name.lower()]
     if not matches or not text or text.isdigit():
         listing = "\n".join(f"  {a.index}: {a}" for a in adapters)
-        raise DeviceError(
+        raise UnknownDeviceError(
             f"No adapter matches {text!r}. Give an index or a part of a name:\n{listing}"
         )
     return matches[0]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import reprlib
+from collections.abc import Collection
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,6 +166,12 @@ def shown(value: Any) -> str:
     """A value for a message, however long it is."""
     text = _SHOWN.repr(value)
     return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def nearest(name: str, names: Collection[str]) -> str:
+    """What there is instead of an architecture that there is not, for a message."""
+    close = get_close_matches(name.lower(), names)
+    return f" The nearest that are: {', '.join(close)}." if close else ""
 
 
 @dataclass(frozen=True)

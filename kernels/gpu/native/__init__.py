@@ -9,7 +9,7 @@ import os
 from functools import cache
 from importlib import import_module
 
-from infer.kernels.errors import DeviceError
+from infer.kernels.errors import DeviceError, UnknownDeviceError
 from infer.kernels.gpu.native.library import Library, NativeDevice
 
 __all__ = ["DEFAULT", "VARIABLE", "Library", "NativeDevice", "library"]
@@ -34,7 +34,7 @@ def library(name: str | None = None) -> Library:
 @cache
 def _load(name: str) -> Library:
     if name not in _MODULES:
-        raise DeviceError(
+        raise UnknownDeviceError(
             f"No WebGPU library is called {name!r}. Give {' or '.join(_MODULES)} (--webgpu, or the "
             f"variable {VARIABLE})."
         )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.models.loading.checkpoint import Checkpoint, listed
-from infer.models.loading.config import RawConfig, shown
+from infer.models.loading.config import RawConfig, nearest, shown
 from infer.models.loading.formats.format import FLOATS
 from infer.models.loading.formats.gguf import Gguf
 from infer.models.loading.formats.gguf_blocks import GgufBlocks, SwappedColumns
@@ -198,8 +198,8 @@ def _conversion(gguf: Gguf) -> tuple[str, Conversion]:
     name = str(gguf.metadata.get("general.architecture"))
     if name not in CONVERSIONS:
         raise UnsupportedError(
-            f"{gguf.file}: the architecture {shown(name)} is not implemented for GGUF files "
-            f"(only {listed(CONVERSIONS, limit=len(CONVERSIONS))})."
+            f"{gguf.file}: the architecture {shown(name)} is not implemented for GGUF files."
+            f"{nearest(name, CONVERSIONS)}"
         )
     key, variant = VARIANTS.get(name, ("", CONVERSIONS[name]))
     value = gguf.metadata.get(f"{name}.{key}")
