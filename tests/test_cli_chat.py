@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from infer.cli.app import app
 from infer.cli.chat import Conversation
 from infer.cli.lines import TypedLines
 from infer.cli.terminal import MarkdownWriter
-from infer.kernels.errors import InferError
+from infer.kernels.errors import InferError, RequestError
 from infer.results import Chunk
 
 pytestmark = [pytest.mark.demo, pytest.mark.usefixtures("same_kernels")]
@@ -42,11 +43,20 @@ class Scripted:
     """Gives the pieces of a list, and notes what it was asked; an error is raised."""
 
     name, finish_reason = "scripted", "stop"
+    has_switch = True
 
     def __init__(self, *answers: Sequence[Piece | BaseException]) -> None:
         self.answers = [*answers]
         self.asked: list[tuple[list[Mapping[str, str]], Mapping[str, Any]]] = []
         self.tokens: int | None = None
+        self.template_args: dict[str, Any] = {}
+
+    def count(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, int]:
+        return 10 * len(messages), 1000
+
+    def check_thinking(self) -> None:
+        if not self.has_switch:
+            raise RequestError("There is no switch.")
 
     def answer(
         self, messages: Sequence[Mapping[str, str]], params: Mapping[str, Any]
@@ -61,7 +71,7 @@ class Scripted:
 
 
 class Given:
-    """Lines of a list; Ctrl-C where there is a KeyboardInterrupt."""
+    """Lines of a list; Ctrl-C where there is a KeyboardInterrupt. Edited, a text ends with !."""
 
     def __init__(self, *lines: str | type[KeyboardInterrupt]) -> None:
         self.lines = iter(lines)
@@ -71,6 +81,9 @@ class Given:
         if line is KeyboardInterrupt:
             raise KeyboardInterrupt
         return line  # type: ignore[return-value]
+
+    def edit(self, text: str) -> str | None:
+        return text + "!" if text != "Stay" else text
 
 
 def talk(answerer: Scripted, *lines: str | type[KeyboardInterrupt], **options: Any) -> Conversation:
@@ -113,6 +126,15 @@ def test_mistakes_are_told(arguments: list[str], typed: str, message: str) -> No
     assert message in re.sub(r"[\s│]+", " ", done.stderr)
 
 
+def test_run_without_a_prompt_is_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.cli.app.is_terminal", lambda stream: True)
+    monkeypatch.setattr("infer.cli.app.TypedLines", lambda path: Given(CAT, "/params"))
+    flags = ("--temperature", "0", "--seed", "0", "--logit-bias", "7=0.5", "-n", "20")
+    done = CliRunner().invoke(app, ["run", "demo", *flags])
+    assert (done.exit_code, done.stdout) == (0, f"{MILO}\n"), done.stderr
+    assert 'temperature=0.0 logit_bias={"7": 0.5} seed=0 max_tokens=20\n' in done.stderr
+
+
 # Commands
 
 
@@ -133,6 +155,90 @@ def test_an_answer_can_be_tried_again() -> None:
     conversation = talk(scripted, "/retry", "Hi", "/retry", "/retry")
     assert [messages for messages, _ in scripted.asked] == [users("Hi")] * 3
     assert conversation.messages == users("Hi", "Two.")  # of what failed nothing is left
+
+
+def test_the_last_message_can_be_edited(capsys: pytest.CaptureFixture[str]) -> None:
+    scripted = Scripted([Piece("One.")], [Piece("Two.")], [InferError("lost")], [Piece("Three.")])
+    lines = ["/edit", "Hi", "/edit", "/edit", "Stay", "/edit"]
+    kept = [*users("Hi!", "Two."), *users("Stay", "Three.")]
+    assert talk(scripted, *lines).messages == kept
+    asked = [users("Hi"), users("Hi!"), users("Hi!!"), kept[:3]]
+    assert [messages for messages, _ in scripted.asked] == asked
+    said = capsys.readouterr().err
+    assert "error: There is no message to edit." in said
+    assert said.endswith("The message was not changed.\n")
+    done = chat("demo", typed=f"{CAT}\n/edit\n")
+    assert (done.exit_code, done.stdout) == (2, f"{MILO}\n")
+    assert "/edit needs a terminal" in done.stderr
+
+
+def test_the_context_that_is_used(capsys: pytest.CaptureFixture[str], llm: LLM) -> None:
+    talk(Scripted(), "/tokens", "Hi", "/tokens", system="Be kind.")
+    assert capsys.readouterr().err.splitlines() == [
+        "The conversation is empty.",
+        "30 of 1,000 tokens of the context are used (3%)",
+    ]
+    model, asked = Model(llm, {}), users(CAT)
+    assert model.count(asked) == (len(llm.encode(asked, add_generation_prompt=False)), llm.context)
+
+
+def test_thinking_is_turned_on_and_off(capsys: pytest.CaptureFixture[str], llm: LLM) -> None:
+    scripted = Scripted()
+    talk(scripted, "/think off")
+    assert scripted.template_args == {"enable_thinking": False, "thinking": False}
+    talk(scripted, "/think on", "/think", "/think maybe")
+    assert scripted.template_args == {"enable_thinking": True, "thinking": True}
+    scripted.has_switch = False
+    talk(scripted, "/think off")
+    assert scripted.template_args["thinking"] is True
+    said = capsys.readouterr().err
+    assert said.startswith("thinking is off\nthinking is on\nerror: Give on or off")
+    assert "There is no switch." in said
+    with pytest.raises(RequestError, match="demo's chat template has no such option"):
+        Model(llm, {}).check_thinking()
+
+
+def test_the_speed_is_shown_where_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    talk(Scripted(), "Hi", "/verbose", "Hi", "/verbose", "Hi")
+    said = capsys.readouterr().err
+    assert said.count("1 token, first after ") == 1
+    assert said.startswith("the speed is shown after each answer\n1 token")
+
+
+@pytest.mark.parametrize(
+    ("environment", "program"),
+    [
+        ({"TMUX": "/tmp/tmux,1,0", "DISPLAY": ":0"}, "tmux load-buffer -w -"),
+        ({"DISPLAY": ":0"}, "xclip -selection clipboard"),
+        ({"DISPLAY": ":0", "SSH_CONNECTION": "1.2.3.4 1 5.6.7.8 22"}, None),
+        ({}, None),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have programs of their own")
+def test_an_answer_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    environment: dict[str, str],
+    program: str | None,
+) -> None:
+    for name in ("TMUX", "DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for name in ("tmux", "xclip"):
+        script = tmp_path / name
+        script.write_text(f'#!/bin/sh\necho {name} "$@" > {tmp_path}/got\ncat >> {tmp_path}/got\n')
+        script.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    talk(Scripted([Piece("Grüße.")]), "/copy", "Hi", "/copy")
+    shown, said = capsys.readouterr()
+    assert said == "error: There is no answer to copy.\ncopied 6 characters\n"
+    if program is None:  # the terminal does it
+        encoded = base64.b64encode("Grüße.".encode()).decode()
+        assert shown == f"Grüße.\n\x1b]52;c;{encoded}\x07"
+    else:
+        assert (tmp_path / "got").read_text() == f"{program}\nGrüße."
 
 
 def test_a_message_that_failed_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,10 +336,12 @@ def type_keys(tmp_path: Path) -> Type:
     from prompt_toolkit.input import create_pipe_input
     from prompt_toolkit.output import DummyOutput
 
-    def read(keys: str, count: int = 1) -> list[str | None]:
+    def read(keys: str, count: int = 1, edited: str | None = None) -> list[str | None]:
         with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
             lines = TypedLines(tmp_path / "state" / "history")
             pipe.send_text(keys)
+            if edited is not None:
+                return [lines.edit(edited)]
             return [lines.read() for _ in range(count)]
 
     return read
@@ -247,6 +355,19 @@ def test_lines_are_typed(type_keys: Type) -> None:
     assert type_keys("\x04") == [None]
     with pytest.raises(KeyboardInterrupt):
         type_keys("abc\x03")
+
+
+def test_a_message_is_edited(
+    type_keys: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("VISUAL", "EDITOR"):
+        monkeypatch.delenv(name, raising=False)
+    assert type_keys(" end\r", edited="a\nb") == ["a\nb end"]
+    monkeypatch.setenv("EDITOR", "sed -i s/sky/moon/")
+    assert type_keys("", edited="the sky\n") == ["the moon\n"]
+    monkeypatch.setenv("VISUAL", "false")
+    with pytest.raises(RequestError, match="false ended with the exit code 1"):
+        type_keys("", edited="the sky")
 
 
 def test_earlier_lines_come_back(type_keys: Type, tmp_path: Path) -> None:
@@ -384,6 +505,8 @@ def test_a_server_answers(address: str, suffix: str) -> None:
     pieces = [*server.answer(users(CAT), {"max_tokens": 50})]
     assert len(pieces) > 1
     assert "".join(piece.text for piece in pieces) == MILO
+    count, context = server.count(users(CAT))
+    assert 0 < count < context == 1024
     assert (server.tokens, server.finish_reason) == (6, "stop")
 
 
@@ -415,7 +538,8 @@ def test_a_server_of_something_else() -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudoterminal")
-def test_a_session_in_a_terminal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["chat", "run"])
+def test_a_session_in_a_terminal(tmp_path: Path, command: str) -> None:
     import pty
 
     pytest.importorskip("prompt_toolkit")
@@ -423,7 +547,7 @@ def test_a_session_in_a_terminal(tmp_path: Path) -> None:
     process, terminal = pty.fork()
     if process == 0:
         os.environ |= {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
-        os.execv(sys.executable, [sys.executable, "-m", "infer", "chat", "demo"])
+        os.execv(sys.executable, [sys.executable, "-m", "infer", command, "demo"])
     shown = ""
 
     def wait_for(text: str) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from infer.llm import LLM
 
 
+THINKING = ("enable_thinking", "thinking")
+"""What chat templates call the option that turns thinking on or off."""
 _LINE = 16 << 20  # bytes of an event, or of an error's body, at most
 _SILENCE = 300.0  # seconds without a byte after which a server is given up
 
@@ -34,14 +36,23 @@ Pieces = Generator[Piece, None, None]
 
 
 class Answerer(Protocol):
-    """tokens: of the last answer, None where they are not known. finish_reason: of it."""
+    """tokens: of the last answer, None where they are not known. finish_reason: of it.
+    template_args: of the chat template."""
 
     name: str
+    template_args: dict[str, Any]
     tokens: int | None
     finish_reason: str | None
 
     def answer(self, messages: Messages, params: Mapping[str, Any]) -> Pieces:
         """params: of SamplingParams. Closing it ends the answer. Raises InferError."""
+
+    def count(self, messages: Messages) -> tuple[int, int]:
+        """Tokens of the messages, and those that the context holds. Raises InferError where these
+        are not known."""
+
+    def check_thinking(self) -> None:
+        """Raises RequestError where thinking is known to have no switch."""
 
 
 class Model:
@@ -50,10 +61,10 @@ class Model:
     def __init__(self, llm: LLM, template_args: Mapping[str, Any]) -> None:
         if not llm.tokenizer.has_chat_template:
             raise RequestError(
-                f"{llm.name} has no chat template, so there is no conversation with it. "
-                "infer run continues a text."
+                f"{llm.name} has no chat template, so it cannot chat. To have it continue a text: "
+                'infer run MODEL "TEXT".'
             )
-        self._llm, self._template_args = llm, template_args
+        self._llm, self.template_args = llm, dict(template_args)
         self.name = llm.name
         self.tokens: int | None = None
         self.finish_reason: str | None = None
@@ -61,7 +72,7 @@ class Model:
 
     def answer(self, messages: Messages, params: Mapping[str, Any]) -> Pieces:
         with warnings_as_notes(False, self._told):
-            stream = self._llm.stream(list(messages), template_args=self._template_args, **params)
+            stream = self._llm.stream(list(messages), template_args=self.template_args, **params)
         with stream:
             try:
                 for chunk in stream:
@@ -72,6 +83,20 @@ class Model:
             finally:
                 self.tokens = stream.result.completion_tokens
                 self.finish_reason = stream.result.finish_reason
+
+    def count(self, messages: Messages) -> tuple[int, int]:
+        args = self.template_args | {"add_generation_prompt": False}
+        return len(self._llm.encode([dict(each) for each in messages], **args)), self._llm.context
+
+    def check_thinking(self) -> None:
+        from infer.text.template import reads
+
+        templates = self._llm.tokenizer.templates.values()
+        if not any(reads(template, name) for template in templates for name in THINKING):
+            raise RequestError(
+                f"Thinking cannot be turned on or off: {self.name}'s chat template has no such "
+                "option."
+            )
 
 
 class Server:
@@ -86,7 +111,7 @@ class Server:
     ) -> None:
         """model: the server's first, if left out. Raises InferError if it has none."""
         self._client = Client(url, api_key, _SILENCE)
-        self._template_args = template_args or {}
+        self.template_args = dict(template_args or {})
         self.tokens: int | None = None
         self.finish_reason: str | None = None
         self._told: set[str] = set()
@@ -121,8 +146,8 @@ class Server:
             "stream_options": {"include_usage": True},
             **params,
         }
-        if self._template_args:
-            body["chat_template_kwargs"] = self._template_args
+        if self.template_args:
+            body["chat_template_kwargs"] = self.template_args
         with self._ask("/chat/completions", body) as response:
             warning = response.getheader("X-Infer-Warning")
             if warning is not None and warning not in self._told:
@@ -141,6 +166,25 @@ class Server:
                         yield Piece(reasoning, reasoning=True)
                     if delta.get("content"):
                         yield Piece(delta["content"])
+
+    def count(self, messages: Messages) -> tuple[int, int]:
+        body = {
+            "model": self.name,
+            "messages": list(messages),
+            "add_generation_prompt": False,
+            "chat_template_kwargs": self.template_args,
+        }
+        with self._client.ask("/tokenize", body) as response:  # as vLLM has it, too
+            try:
+                told = json.loads(response.read(_LINE))
+                return int(told["count"]), int(told["max_model_len"])
+            except (ValueError, LookupError, TypeError):
+                raise InferError(
+                    f"The server at {self._client.url} does not count tokens."
+                ) from None
+
+    def check_thinking(self) -> None:
+        """It is not known: servers ignore what their templates do not read."""
 
 
 def _told(response: http.client.HTTPResponse, url: str) -> str:

@@ -10,13 +10,15 @@ import os
 import signal
 import sys
 import time
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import infer
-from infer.cli.chat import chat
+from infer.cli.chat import Conversation, chat, greet, loaded
+from infer.cli.lines import TypedLines, history_path
 from infer.cli.options import (
     AdapterOption,
     ChatTemplateOption,
@@ -346,7 +348,9 @@ def run(
     ] = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Answer a prompt.
+    """Answer a prompt, or chat.
+
+    Without a prompt, a terminal gets a conversation, as with `infer chat`.
 
     The answer appears on standard output as it is generated, followed by a line end; statistics
     follow on standard error. Ctrl-C ends the answer where it is: what has been generated stays,
@@ -362,13 +366,19 @@ def run(
             raise typer.BadParameter("only --json shows them", param_hint="--logprobs")
         bias = dict(map(parse_bias, logit_bias or ()))
         template_args = dict(map(parse_template_arg, template_arg or ()))
+        lines: TypedLines | None = None  # of a conversation
         if prompt is not None and words:
             raise typer.BadParameter("there is a prompt after the model", param_hint="--prompt")
         if file is None:
             for name, given in (("--out", out), ("--max-batch", max_batch)):
                 if given is not None:
                     raise typer.BadParameter("it belongs to --file", param_hint=name)
-            text = read_prompt(" ".join(words) if words else prompt)
+            given = " ".join(words) if words else prompt
+            leaves = raw or as_json  # what is no conversation
+            if given is None and not leaves and is_terminal(sys.stdin) and is_terminal(sys.stdout):
+                lines = TypedLines(history_path())
+            else:
+                text = read_prompt(given)
         else:
             check_file(file, out, prompted=bool(words) or prompt is not None, as_json=as_json)
 
@@ -378,26 +388,27 @@ def run(
 
         from infer.cli import report
         from infer.loading import load
-        from infer.sampling import SamplingParams
+        from infer.sampling import SamplingOptions, SamplingParams
 
-        params = SamplingParams(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            logit_bias=bias or None,
-            seed=seed,
-            max_tokens=max_tokens,
-            stop=stop or (),
-            ignore_eos=ignore_eos,
-            logprobs=logprobs,
-            schema=None if schema is None else read_schema(schema),
-            regex=regex,
-            grammar=None if grammar is None else read_text(grammar),
-        )
+        sampling: SamplingOptions = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "logit_bias": bias or None,
+            "seed": seed,
+            "max_tokens": max_tokens,
+            "stop": stop or (),
+            "ignore_eos": ignore_eos,
+            "logprobs": logprobs,
+            "schema": None if schema is None else read_schema(schema),
+            "regex": regex,
+            "grammar": None if grammar is None else read_text(grammar),
+        }
+        params = SamplingParams(**sampling)
         if params.constrained:
             from infer.engine.constraint import library
 
@@ -452,6 +463,14 @@ def run(
                     )
                 if code:
                     raise typer.Exit(code)
+                return
+            if lines is not None:
+                usual = asdict(SamplingParams())
+                own = {name: value for name, value in sampling.items() if value != usual[name]}
+                answerer = loaded(llm, own, template_args)
+                greet(answerer)
+                talk = Conversation(answerer, own, system, typed=True, verbose=verbose)
+                talk.run(lines)
                 return
             messages = make_prompt(llm, text, system, template_args, raw=raw)
             with warnings_as_notes(quiet):

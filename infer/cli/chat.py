@@ -6,15 +6,16 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infer.cli.answers import Answerer, Model, Server
+from infer.cli.answers import THINKING, Answerer, Model, Server
+from infer.cli.clipboard import copy
 from infer.cli.lines import Lines, PipedLines, TypedLines, history_path
 from infer.cli.options import (
     AdapterOption,
@@ -53,24 +54,31 @@ from infer.foreign import shown
 from infer.kernels.errors import InferError, RequestError
 from infer.progress import ProgressLine, is_terminal, visible, write_note
 
+if TYPE_CHECKING:
+    from infer.llm import LLM
+
 _MOST_BYTES = 16 << 20  # of a conversation in a file
 
 _COMMANDS = {
-    "/system TEXT": "the system message; /system none for none, /system alone shows it",
-    "/params NAME=X": "sampling, such as /params temperature=0.7 seed=1; NAME= leaves it to the "
-    "model; /params alone shows what is set, and the last pace",
-    "/retry": "answers the last message anew",
-    "/reset": "begins anew, with the same system message and sampling",
-    "/save FILE": "writes the conversation to a file, as JSON",
-    "/load FILE": "goes on with one",
-    "/exit": "ends, as Ctrl-D does",
+    "/system TEXT": "set the system message; /system none removes it, /system alone shows it",
+    "/params NAME=X": "set sampling options, such as /params temperature=0.7 seed=1; NAME= resets "
+    "one to the model's default, /params alone shows them",
+    "/think on|off": "turn thinking on or off, if the model can do both",
+    "/verbose": "show the speed after each answer, or stop showing it",
+    "/tokens": "show how much of the context is used",
+    "/retry": "answer the last message again",
+    "/edit": "edit the last message, in $EDITOR if that is set, and answer it again",
+    "/copy": "copy the last answer to the clipboard",
+    "/reset": "start over, with the same system message and options",
+    "/save FILE": "write the conversation to a file, as JSON",
+    "/load FILE": "continue a conversation that /save wrote",
+    "/exit": "leave, as Ctrl-D does",
 }
 _HELP = f"""\
 {table(_COMMANDS)}
 
-Enter sends; Alt-Enter, or a backslash before Enter, begins a line. A space before / makes a \
-message of the line.
-Ctrl-C stops an answer."""
+Enter sends the message; Alt-Enter, or a backslash before Enter, starts a new line. Ctrl-C stops \
+the answer. To send a message that starts with /, put a space before it."""
 
 
 def chat(
@@ -174,13 +182,12 @@ def chat(
         template_args = dict(map(parse_template_arg, template_arg or ()))
         typed = is_terminal(sys.stdin) and is_terminal(sys.stdout)
         lines: Lines = TypedLines(history_path()) if typed else PipedLines()
-        check_params(params)
+        check_params(params, params)
         answerer: Answerer
         if url is not None:
             answerer = Server(url, model, api_key, template_args)
         else:
             from infer.loading import load
-            from infer.sampling import SamplingParams
 
             assert model is not None
             with warnings_as_notes(False), ProgressLine() as progress:
@@ -203,23 +210,33 @@ def chat(
                     progress=progress.loading,
                 )
                 stack.enter_context(llm)
-                answerer = Model(llm, template_args)
-                llm.engine.warm_up(
-                    min(64, llm.context - 1), SamplingParams(**params).resolved(llm.defaults)
-                )
+                answerer = loaded(llm, params, template_args)
         if typed:
-            note(f"{answerer.name}: /help lists the commands, Ctrl-D ends")
+            greet(answerer)
         talk = Conversation(answerer, params, system or None, typed=typed, verbose=verbose)
         talk.run(lines)
 
 
-def check_params(params: Mapping[str, Any]) -> None:
-    """Raises RequestError for a name or a value that is wrong."""
+def loaded(llm: LLM, params: Mapping[str, Any], template_args: Mapping[str, Any]) -> Model:
+    """A model that answers, its kernels compiled. Raises RequestError where it cannot chat."""
+    from infer.sampling import SamplingParams
+
+    model = Model(llm, template_args)
+    llm.engine.warm_up(min(64, llm.context - 1), SamplingParams(**params).resolved(llm.defaults))
+    return model
+
+
+def greet(answerer: Answerer) -> None:
+    note(f"{answerer.name}: /help lists the commands, Ctrl-D ends the chat")
+
+
+def check_params(params: Mapping[str, Any], given: Iterable[str]) -> None:
+    """Raises RequestError for a value that is wrong, and for a name of those given."""
     from infer.keywords import check_names
     from infer.sampling import SamplingOptions, SamplingParams
 
     names = SamplingOptions.__optional_keys__ - {"logit_bias", "logprobs"}
-    check_names(params, names, (), "")
+    check_names(given, names, (), "")
     SamplingParams(**params)
 
 
@@ -238,6 +255,7 @@ class Conversation:
 
     def run(self, lines: Lines) -> None:
         """Until the lines end."""
+        self._lines = lines
         leaving = False  # whether another Ctrl-C ends
         while True:
             try:
@@ -248,7 +266,7 @@ class Conversation:
                 if leaving:
                     return
                 leaving = True
-                note("Ctrl-C again, or Ctrl-D, ends")
+                note("Press Ctrl-C again, or Ctrl-D, to leave.")
                 continue
             leaving = False
             if line is None or line.rstrip() == "/exit":
@@ -268,7 +286,6 @@ class Conversation:
         """Have the conversation answered, with new messages at its end. Raises InferError, and
         forgets these, if nothing comes."""
         asked = [*self.messages, *new]
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
         writer = MarkdownWriter()
         text = ""
         begin = time.perf_counter()
@@ -276,7 +293,7 @@ class Conversation:
         pieces = 0
         thinks = False
         try:
-            with closing(self.answerer.answer([*system, *asked], self.params)) as answer:
+            with closing(self.answerer.answer([*self._system(), *asked], self.params)) as answer:
                 for piece in answer:
                     with uninterrupted():
                         if not piece.text:
@@ -313,6 +330,9 @@ class Conversation:
             self.pace = _pace(tokens, first - begin, last - first)
             if self.verbose:
                 note(self.pace)
+
+    def _system(self) -> list[dict[str, str]]:
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def _end_thoughts(self, writer: MarkdownWriter) -> None:
         """An empty line before the answer."""
@@ -351,13 +371,54 @@ class Conversation:
     def _do_retry(self, rest: str) -> None:
         if not self.messages:
             raise RequestError("There is nothing to answer anew.")
-        before = self.messages
-        self.messages = before[: len(before) - (before[-1]["role"] == "assistant")]
+        self._answer_instead(len(self.messages) - (self.messages[-1]["role"] == "assistant"))
+
+    def _do_edit(self, rest: str) -> None:
+        asked = [i for i, each in enumerate(self.messages) if each["role"] == "user"]
+        if not asked:
+            raise RequestError("There is no message to edit.")
+        last = self.messages[asked[-1]]["content"]
+        with suppress(KeyboardInterrupt):  # leaves it as it is
+            text = self._lines.edit(last)
+            if text is not None and text.strip() and text != last:
+                self._answer_instead(asked[-1], {"role": "user", "content": text})
+                return
+        note("The message was not changed.")
+
+    def _answer_instead(self, place: int, *new: dict[str, str]) -> None:
+        """Have the conversation answered up to a message, with new ones in place of the rest, which
+        stays if nothing comes."""
+        before, self.messages = self.messages, self.messages[:place]
         try:
-            self._answer()
+            self._answer(*new)
         finally:
             if not self.messages or self.messages[-1]["role"] != "assistant":
-                self.messages = before  # there is no other answer
+                self.messages = before
+
+    def _do_copy(self, rest: str) -> None:
+        answers = [each["content"] for each in self.messages if each["role"] == "assistant"]
+        if not answers:
+            raise RequestError("There is no answer to copy.")
+        copy(answers[-1])
+        note(f"copied {len(answers[-1]):,} characters")
+
+    def _do_tokens(self, rest: str) -> None:
+        if not self.messages:
+            note("The conversation is empty.")
+            return
+        used, context = self.answerer.count([*self._system(), *self.messages])
+        note(f"{used:,} of {context:,} tokens of the context are used ({used / context:.0%})")
+
+    def _do_think(self, rest: str) -> None:
+        if rest not in ("on", "off"):
+            raise RequestError("Give on or off: /think on, /think off.")
+        self.answerer.check_thinking()
+        self.answerer.template_args |= dict.fromkeys(THINKING, rest == "on")
+        note(f"thinking is {rest}")
+
+    def _do_verbose(self, rest: str) -> None:
+        self.verbose = not self.verbose
+        note(f"the speed is {'shown after each answer' if self.verbose else 'no longer shown'}")
 
     def _do_params(self, rest: str) -> None:
         if not rest:
@@ -366,10 +427,11 @@ class Conversation:
             if self.pace is not None:
                 note(self.pace)
             return
-        params = dict(self.params)
+        params, names = dict(self.params), []
         for name, given, value in (word.partition("=") for word in rest.split()):
             if not given:
                 raise RequestError(f"{shown(name)} is not NAME=X, as in temperature=0.7.")
+            names.append(name)
             if not value:
                 params.pop(name, None)
                 continue
@@ -377,14 +439,13 @@ class Conversation:
                 params[name] = json.loads(value)
             except (ValueError, RecursionError):
                 params[name] = value  # a text needs no quotes
-        check_params(params)
+        check_params(params, names)
         self.params = params
 
     def _do_save(self, rest: str) -> None:
         if not rest:
             raise RequestError("Give a file's name: /save FILE.")
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages = [*system, *self.messages]
+        messages = [*self._system(), *self.messages]
         try:
             with Path(rest).expanduser().open("x", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")

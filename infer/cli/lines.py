@@ -4,12 +4,16 @@ lines of standard input."""
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from infer.cli.terminal import note, of_system
+from infer.cli.terminal import note, of_system, uninterrupted
 from infer.kernels.errors import InferError, RequestError
 
 _HISTORY = 1 << 20  # bytes of what was typed before; of a larger file the older half is dropped
@@ -21,6 +25,10 @@ class Lines(Protocol):
     def read(self) -> str | None:
         """A message or a command; None at the end."""
 
+    def edit(self, text: str) -> str | None:
+        """A message as the user changes it; None at the end. Raises RequestError where that takes a
+        terminal."""
+
 
 class PipedLines:
     """Each line of standard input is a message."""
@@ -30,6 +38,9 @@ class PipedLines:
 
     def read(self) -> str | None:
         return next(self._lines, None)
+
+    def edit(self, text: str) -> str | None:
+        raise RequestError("/edit needs a terminal.")
 
     @staticmethod
     def _decoded() -> Iterator[str]:
@@ -59,8 +70,9 @@ class TypedLines:
             from prompt_toolkit.history import FileHistory, History, InMemoryHistory
         except ModuleNotFoundError as error:
             raise InferError(
-                "infer chat needs the package prompt-toolkit in a terminal. Install it: "
-                "pip install 'infer-wgpu[chat]', or in a checkout pip install '.[chat]'."
+                "A chat in a terminal needs the package prompt-toolkit. Install it: "
+                "pip install 'infer-wgpu[chat]', or in a checkout pip install '.[chat]'. Without "
+                'it, infer run MODEL "PROMPT" answers a prompt.'
             ) from error
         kept: History
         try:
@@ -78,10 +90,34 @@ class TypedLines:
         )
 
     def read(self) -> str | None:
+        return self._prompt("")
+
+    def edit(self, text: str) -> str | None:
+        """In the editor that VISUAL or EDITOR names, or at the prompt."""
+        editor = os.environ.get("VISUAL") or os.environ.get("EDITOR")
+        if not editor:
+            return self._prompt(text)
+        text = _edited(text, editor)
+        note(f"> {text}")
+        return text
+
+    def _prompt(self, text: str) -> str | None:
         try:
-            return self._session.prompt("> ")
+            return self._session.prompt("> ", default=text)
         except EOFError:
             return None
+
+
+def _edited(text: str, editor: str) -> str:
+    """Raises RequestError where the editor fails."""
+    with tempfile.TemporaryDirectory(prefix="infer-") as folder:
+        path = Path(folder, "message.md")
+        path.write_text(text + "\n", encoding="utf-8")
+        with suppress(KeyboardInterrupt), uninterrupted():  # the editor's own affair
+            code = subprocess.run([*shlex.split(editor), str(path)]).returncode
+        if code != 0:
+            raise RequestError(f"{editor} ended with the exit code {code}.")
+        return path.read_text(encoding="utf-8").removesuffix("\n")
 
 
 def _keys() -> Any:
