@@ -1,6 +1,9 @@
 """`infer run --file`: a file of prompts, answered many at once."""
 
 import json
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +178,7 @@ def test_others_go_on_when_one_fails(prompts: Path, out: Path) -> None:
         ('{"prompt": "a", "messages": []}', "Give either prompt or messages."),
         ('{"messages": "a"}', "messages must be a list such as"),
         ('{"prompt": "a", "id": true}', "id must be a string or a number, not True"),
+        ('{"prompt": "a", "n": 0}', "n must be an integer from 1 to 256, not 0"),
         ('{"prompt": "a", "id": NaN}', "NaN is no number of JSON"),
         ('{"prompt": "a", "id": 1}', "The id 1 is that of line 1 too"),
         (b'"\xff"', "it is not UTF-8: byte 0xff at 1"),
@@ -190,6 +194,147 @@ def test_wrong_lines_are_told_before_the_model_is_loaded(
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"error: {prompts}, line 3: ")
     assert message in result.stderr
+
+
+def test_all_wrong_lines_are_told_at_once(monkeypatch: pytest.MonkeyPatch, prompts: Path) -> None:
+    monkeypatch.setattr(infer.loading, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    write(prompts, "right", {"promt": "a"}, "right", {"prompt": "a", "top_p": 2}, *[1] * 30)
+    result = run("--file", prompts)
+    assert (result.exit_code, result.stdout) == (2, "")
+    first, *told, rest = result.stderr.splitlines()
+    assert first == f"error: 32 lines of {prompts} are wrong:"
+    assert told[0] == "  line 2: promt is not an option. Did you mean prompt?"
+    assert told[1] == "  line 4: top_p must be a number from 0 to 1 (off), not 2."
+    assert len(told) == 20
+    assert rest == f"  and lines {', '.join(map(str, range(23, 35)))}"
+
+
+def test_a_prompt_is_answered_n_times(llm: LLM, prompts: Path, out: Path) -> None:
+    lines = [
+        {"prompt": PROMPTS[0], "n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 6},
+        {"prompt": PROMPTS[1]},
+        {"prompt": "dog " * 1500, "n": 2},
+    ]
+    write(prompts, *lines)
+    command = ("--file", prompts, "--out", out, "-n", 9, "-q", "--max-batch", 2)
+    assert run(*command).exit_code == 1
+    several, one, failed = read(out)
+    options = {"temperature": 1.0, "max_tokens": 6}
+    expected = [llm.chat(PROMPTS[0], seed=seed, **options) for seed in (5, 6, 7)]  # type: ignore[arg-type]
+    assert [(x["text"], x["seed"]) for x in several["choices"]] == [
+        (result.text, 5 + i) for i, result in enumerate(expected)
+    ]
+    assert one["text"] == llm.chat(PROMPTS[1], max_tokens=9).text
+    assert list(failed) == ["id", "error"]
+    assert run(*command).exit_code == 1  # what is there is kept
+    assert read(out) == [several, one, failed]
+
+
+# Lines of OpenAI's Batch API
+
+
+def batch_line(custom_id: str, url: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "gpt-5"} | body}
+
+
+def test_openais_batch_lines(llm: LLM, prompts: Path, out: Path) -> None:
+    pytest.importorskip("starlette")
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    lines = [
+        batch_line("chat", messages=chats[0], max_tokens=6, logprobs=True),
+        batch_line("twice", messages=chats[1], n=2, temperature=0, shape="round"),
+        batch_line("text", "/v1/completions", prompt=PROMPTS[0], max_completion_tokens=None),
+        batch_line("long", messages=[{"role": "user", "content": "dog " * 1500}]),
+        batch_line("response", "/v1/responses", input=PROMPTS[2]),
+    ]
+    write(prompts, *lines)
+    command = ("--file", prompts, "--out", out, "-n", 12, "--max-batch", 2)
+    result = run(*command)
+    assert result.exit_code == 1, result.stderr
+    assert result.stderr.count("note: demo answers what was asked of gpt-5\n") == 1
+    assert "note: There is no parameter 'shape' here. It was ignored.\n" in result.stderr
+    got = read(out)
+    assert [answer["custom_id"] for answer in got] == [line["custom_id"] for line in lines]
+    assert all(answer["error"] is None and answer["id"] for answer in got)
+    codes = [answer["response"]["status_code"] for answer in got]
+    assert codes == [200, 200, 200, 400, 200]
+    chat, twice, text, long, response = (answer["response"]["body"] for answer in got)
+    expected = llm.chat(PROMPTS[0], max_tokens=6)
+    assert chat["choices"][0]["message"]["content"] == expected.text
+    assert chat["usage"]["completion_tokens"] == len(chat["choices"][0]["logprobs"]["content"]) == 6
+    answer = llm.chat(PROMPTS[1], max_tokens=12).text
+    assert [choice["message"]["content"] for choice in twice["choices"]] == [answer] * 2
+    assert text["choices"][0]["text"] == llm.generate(PROMPTS[0], max_tokens=12).text
+    assert long["error"]["code"] == "context_length_exceeded"
+    assert response["output"][0]["content"][0]["text"] == "A banana is yellow."
+    types = pytest.importorskip("openai.types")
+    types.chat.ChatCompletion.model_validate(twice, strict=True)
+    types.Completion.model_validate(text, strict=True)
+
+
+def test_openais_batch_lines_go_on_after_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, prompts: Path, out: Path
+) -> None:
+    pytest.importorskip("starlette")
+    if sys.platform == "win32":
+        pytest.skip("Windows sends no SIGINT to one process")
+    import infer.cli.openai_batch
+
+    post, asked = infer.cli.openai_batch._post, []
+
+    async def interrupted(app: Any, url: str, body: dict[str, Any]) -> Any:
+        asked.append(body)
+        if len(asked) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return await post(app, url, body)
+
+    chat = [{"role": "user", "content": PROMPTS[1]}]
+    write(prompts, *(batch_line(name, messages=chat, max_tokens=3) for name in "abcdef"))
+    command = ("--file", prompts, "--out", out, "--max-batch", 1, "-q")
+    with monkeypatch.context() as patch:
+        patch.setattr(infer.cli.openai_batch, "_post", interrupted)
+        result = run(*command)
+    assert result.exit_code == 130
+    assert f"answers are in {out}; the same command goes on" in result.stderr
+    before = read(out)
+    assert len(before) < 6
+    assert run(*command).exit_code == 0
+    got = read(out)
+    assert [answer["custom_id"] for answer in got] == [*"abcdef"]
+    assert [answer for answer in got if answer in before] == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"custom_id": 1}, "custom_id must be text that is not empty, not 1."),
+        ({"custom_id": "right"}, "The id 'right' is that of line 1 too"),
+        ({"method": "GET"}, "method must be POST, not 'GET'."),
+        ({"url": "/v1/moderations"}, "url must be one of /v1/chat/completions, "),
+        ({"body": None}, "body must be an object, not None."),
+        ({"body": {}}, "missing required field `messages`"),
+        ({"body": {"messages": [{}], "top_p": 2}}, "top_p must be a number from 0 to 1"),
+        ({"body": {"messages": [{}], "stream": True}}, "stream must be false"),
+        (
+            {"url": "/v1/embeddings", "body": {"input": "a"}},
+            "max_tokens is not an option of /v1/embeddings",
+        ),
+        ({"prompt": "a"}, "prompt is not an option. There are: body, custom_id"),
+    ],
+)
+def test_wrong_batch_lines_are_told_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, prompts: Path, change: dict[str, Any], message: str
+) -> None:
+    pytest.importorskip("starlette")
+    monkeypatch.setattr(infer.loading, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    chat = [{"role": "user", "content": "Why?"}]
+    write(prompts, batch_line("right", messages=chat), batch_line("x", messages=chat) | change)
+    result = run("--file", prompts, "-n", 3)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {prompts}, line 2: ")
+    assert message in result.stderr
+    write(prompts, batch_line("right", messages=chat), "another form")
+    assert "line 2: Either all lines have a custom_id" in run("--file", prompts).stderr
 
 
 @pytest.mark.parametrize(

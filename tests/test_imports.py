@@ -93,7 +93,7 @@ def test_no_imports_go_in_a_circle() -> None:
     [
         ("infer.cli", ("infer.cli", "infer.__main__")),
         ("infer.bench", ("infer.bench", "infer.cli")),
-        ("infer.server", ("infer.server", "infer.cli.serve")),
+        ("infer.server", ("infer.server", "infer.cli.serve", "infer.cli.openai_batch")),
     ],
 )
 def test_the_api_does_without_the_command_line(top: str, importers: tuple[str, ...]) -> None:

@@ -166,9 +166,10 @@ def run(
         prompt_option(
             "--file",
             metavar="PATH",
-            help="Instead of a prompt a file of them, or - for standard input, answered many at "
-            'once. Each line is a JSON object: "prompt" or chat "messages", an "id", sampling '
-            "options of its own by their names below, such as max_tokens; or a JSON string.",
+            help="A file of prompts instead of one, or - for standard input, answered many at "
+            'once. Each line is a JSON object with a "prompt" or chat "messages", and, if wanted, '
+            'an "id", "n" for several answers, and sampling options by the names below, such as '
+            '"max_tokens"; or a JSON string; or all lines are those of OpenAI\'s Batch API.',
         ),
     ] = None,
     raw: Annotated[
@@ -415,9 +416,10 @@ def run(
             library()  # what is missing shows before the model is read
         if file is not None:
             from infer.cli import batch
+            from infer.cli.answer_file import Answers
 
-            requests = batch.read_requests(file, params, raw=raw)
-            answers = batch.Answers(out, requests)
+            requests = batch.read_requests(file, params, template_args, raw=raw)
+            answers = Answers(out, requests)
             if answers.done and not quiet:
                 note(f"note: {answers} already")
             if len(answers.done) == len(requests):

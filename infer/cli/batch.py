@@ -3,70 +3,105 @@
 from __future__ import annotations
 
 import json
-import math
-import os
-import shutil
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
+from infer.cli.answer_file import Answers, Id, Progress, Written, is_id
 from infer.cli.report import Loading, answer_json
-from infer.cli.terminal import INTERRUPTED, note, of_system, read_file, table, uninterrupted, write
+from infer.cli.terminal import INTERRUPTED, note, read_file, table
 from infer.foreign import reason, shown
-from infer.kernels.errors import InferError, ModelError, RequestError, TokenizerError
+from infer.kernels.errors import ModelError, RequestError, TokenizerError
 from infer.keywords import check_names
-from infer.llm import LLM, Chat, Stream
+from infer.llm import LLM, Chat, Stream, samples
+from infer.models.loading.checkpoint import listed
 from infer.progress import ProgressLine, is_terminal, size
 from infer.sampling import SamplingOptions, SamplingParams
 
-Id = str | int | float
-_OWN = ("id", "prompt", "messages")
+if TYPE_CHECKING:
+    from infer.cli.openai_batch import BatchLine
+
+_OWN = ("id", "prompt", "messages", "n")
+_MOST_SAMPLES = 256  # of a prompt
+_TOLD, _NUMBERED = 20, 200  # wrong lines of which it is told what is wrong, and others' numbers
 _FAILURES = (RequestError, TokenizerError, ModelError)  # of one answer, beside which others go on
 
 
 @dataclass(frozen=True)
 class Request:
-    """A line: text to be answered, or chat messages."""
+    """A line: text to be answered, or chat messages, n times."""
 
     id: Id
     prompt: str | list[dict[str, Any]]
     params: SamplingParams
+    n: int = 1
 
 
-def read_requests(path: str, params: SamplingParams, *, raw: bool) -> list[Request]:
-    """The lines of a file, or with "-" of standard input. params: where a line says nothing. raw:
-    there is no chat template for messages. Raises RequestError with the number of a wrong line."""
+def read_requests(
+    path: str, params: SamplingParams, template_args: Mapping[str, Any], *, raw: bool
+) -> list[Request] | list[BatchLine]:
+    """The lines of a file, or with "-" of standard input, of which all are OpenAI's or none is.
+    params and template_args: where a line says nothing. raw: there is no chat template for
+    messages. Raises RequestError with the numbers of all wrong lines."""
     name = "standard input" if path == "-" else path
     if path != "-":
         content = read_file(path)
     else:
         content = b"" if sys.stdin is None else sys.stdin.buffer.read()
-    requests: list[Request] = []
+    requests: list[Request | BatchLine] = []
     lines: dict[Id, int] = {}
+    wrong: dict[int, str] = {}
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            request = _request(_parsed(line), number, params, raw)
+            value = _parsed(line)
+            request: Request | BatchLine
+            if isinstance(value, dict) and "custom_id" in value:
+                from infer.cli.openai_batch import batch_line  # needs an extra
+
+                request = batch_line(value, params, template_args)
+            else:
+                request = _request(value, number, params, raw)
+            if requests and type(request) is not type(requests[0]):
+                raise RequestError("Either all lines have a custom_id, as OpenAI's, or none has.")
             if request.id in lines:
                 raise RequestError(
                     f"The id {shown(request.id)} is that of line {lines[request.id]} too. Give "
-                    'each line an "id" of its own, or none; without one, its number is its id.'
+                    "each line its own."
                 )
         except RequestError as error:
-            raise RequestError(f"{name}, line {number}: {error}") from None
-        lines[request.id] = number
-        requests.append(request)
+            wrong[number] = str(error)
+        else:
+            lines[request.id] = number
+            requests.append(request)
+    if wrong:
+        raise RequestError(_all_wrong(name, wrong))
     if not requests:
         raise RequestError(
-            f'There is no prompt in {name}. Give one a line, as in {{"prompt": "Why?"}}.'
+            f'There is no prompt in {name}. Give one in each line, as in {{"prompt": "Why?"}}.'
         )
-    return requests
+    return cast("list[Request] | list[BatchLine]", requests)
+
+
+def _all_wrong(name: str, wrong: Mapping[int, str]) -> str:
+    """What is wrong with lines, by their numbers."""
+    (number, first), *others = wrong.items()
+    if not others:
+        return f"{name}, line {number}: {first}"
+    told = [f"  line {number}: {text}" for number, text in [*wrong.items()][:_TOLD]]
+    if len(wrong) > _TOLD:
+        told.append(f"  and lines {listed(map(str, [*wrong][_TOLD:]), limit=_NUMBERED)}")
+    return "\n".join([f"{len(wrong):,} lines of {name} are wrong:", *told])
+
+
+def are_openais(
+    requests: list[Request] | list[BatchLine],
+) -> TypeGuard[list[BatchLine]]:
+    """Whether they are lines of OpenAI's Batch API."""
+    return not isinstance(requests[0], Request)
 
 
 def _parsed(line: bytes) -> Any:
@@ -87,12 +122,6 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no number of JSON")
 
 
-def _is_id(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, str | int) and not isinstance(value, bool)
-
-
 def _request(value: Any, number: int, params: SamplingParams, raw: bool) -> Request:
     if isinstance(value, str):
         value = {"prompt": value}
@@ -101,7 +130,7 @@ def _request(value: Any, number: int, params: SamplingParams, raw: bool) -> Requ
     names = SamplingOptions.__optional_keys__
     check_names(value, (*_OWN, *sorted(names)), (), "")
     given, prompt = value.get("id", number), value.get("prompt")
-    if not _is_id(given):
+    if not is_id(given):
         raise RequestError(f"id must be a string or a number, not {shown(given)}.")
     if ("prompt" in value) == ("messages" in value):
         raise RequestError("Give either prompt or messages.")
@@ -120,124 +149,10 @@ def _request(value: Any, number: int, params: SamplingParams, raw: bool) -> Requ
     if isinstance(own.get("logit_bias"), dict):  # JSON's keys are strings
         with suppress(ValueError):
             own["logit_bias"] = {int(token): bias for token, bias in own["logit_bias"].items()}
-    return Request(given, prompt, replace(params, **own) if own else params)
-
-
-class Answers:
-    """Where answers go, a line each: standard output, or a file, which keeps those that it has."""
-
-    def __init__(self, path: str | None, requests: Iterable[Request]) -> None:
-        """Without what was cut off in the file, and without errors, which are tried again. Raises
-        RequestError for a file that is not of these requests."""
-        self._places = {request.id: place for place, request in enumerate(requests)}
-        self.path = None if path is None else Path(path)
-        self.done: set[Id] = set()
-        self._last, self._sorted = -1, True
-        if self.path is None:
-            return
-        if self.path.is_file():
-            self._keep(self.path)
-        with open(self.path, "ab"):  # what cannot be written is told before any answer is made
-            pass
-
-    def __str__(self) -> str:
-        where = "written" if self.path is None else f"in {self.path}"
-        return f"{len(self.done):,} of {len(self._places):,} answers are {where}"
-
-    def _keep(self, path: Path) -> None:
-        *lines, rest = path.read_bytes().split(b"\n")
-        begin = b'{"id": '
-        if rest[: len(begin)] != begin[: len(rest)]:
-            raise self._foreign(len(lines) + 1, "is no answer")
-        kept = []
-        for number, line in enumerate(lines, 1):
-            try:
-                answer = json.loads(line)
-                key, failed = answer["id"], "error" in answer
-                if not (_is_id(key) and (failed or "text" in answer)):
-                    raise ValueError
-            except (ValueError, TypeError, KeyError, RecursionError):
-                raise self._foreign(number, "is no answer") from None
-            if key not in self._places:
-                raise self._foreign(number, f"has the id {shown(key)}, which no prompt has")
-            if key in self.done:
-                raise self._foreign(number, f"has the id {shown(key)} for the second time")
-            if not failed:
-                self._note(key)
-                kept.append(line)
-        if rest or len(kept) < len(lines):
-            _rewrite(path, kept)
-
-    def _foreign(self, number: int, what: str) -> RequestError:
-        return RequestError(
-            f"{self.path}, line {number} {what}, so the file is not that of these prompts. Give "
-            "--out another name, or remove the file."
-        )
-
-    def _note(self, key: Id) -> None:
-        place = self._places[key]
-        self.done.add(key)
-        self._sorted &= place > self._last
-        self._last = place
-
-    def write(self, key: Id, answer: dict[str, Any]) -> None:
-        """At once. Raises InferError, or BrokenPipeError."""
-        line = json.dumps({"id": key} | answer, allow_nan=False) + "\n"
-        if self.path is None:
-            write(line)
-        else:
-            end = None
-            try:
-                with open(self.path, "ab") as file:
-                    end = file.tell()
-                    file.write(line.encode())
-            except OSError as error:
-                with suppress(OSError):  # no part of a line stays
-                    if end is not None:
-                        os.truncate(self.path, end)
-                raise InferError(f"{self.path} cannot be written: {of_system(error)}") from error
-        self._note(key)
-
-    def sort(self) -> None:
-        """Those that came later, to where their prompts are."""
-        if self.path is not None and not self._sorted and self.path.is_file():
-            lines = self.path.read_bytes().splitlines()
-            _rewrite(self.path, sorted(lines, key=lambda s: self._places[json.loads(s)["id"]]))
-            self._sorted = True
-
-
-def _rewrite(path: Path, lines: Iterable[bytes]) -> None:
-    """All of it or nothing."""
-    path = path.resolve()  # what a link leads to
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
-    try:
-        with open(handle, "wb") as file:
-            file.writelines(line + b"\n" for line in lines)
-        shutil.copymode(path, name)
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
-
-
-@dataclass
-class Progress:
-    """So far: answers of this run, those of them that failed, and tokens, of prompts too."""
-
-    all: int
-    answers: int = 0
-    failed: int = 0
-    tokens: int = 0
-    prompt_tokens: int = 0
-    begun: float = field(default_factory=time.perf_counter)
-
-    @property
-    def tps(self) -> float:
-        """Tokens a second, of all answers together."""
-        return self.tokens / max(time.perf_counter() - self.begun, 1e-9)
-
-    def __str__(self) -> str:
-        failed = f" ({self.failed} failed)" if self.failed else ""
-        return f"answers: {self.answers:,} of {self.all:,}{failed}, {self.tps:,.1f} tokens/s"
+    n = value.get("n", 1)
+    if type(n) is not int or not 1 <= n <= _MOST_SAMPLES:
+        raise RequestError(f"n must be an integer from 1 to {_MOST_SAMPLES}, not {shown(n)}.")
+    return Request(given, prompt, replace(params, **own) if own else params, n)
 
 
 def answer_all(
@@ -254,67 +169,71 @@ def answer_all(
     is text becomes. Twice as many as `max_batch` are open, so that some wait when one ends."""
     left = [request for request in requests if request.id not in answers.done]
     progress = Progress(len(left))
+    written = Written(answers, [request.id for request in left], progress)
     most = 2 * llm.engine.options.max_batch
-    # By place in `left`, and in its order. With a stream, the seed that it has.
-    opened: dict[int, tuple[Stream, int | None]] = {}
-    ready: dict[int, dict[str, Any]] = {}
-    begun = written = 0
+    # By place in `left`, and in its order: the samples that go on, each with its number and seed,
+    # and those that have ended.
+    opened: dict[int, dict[Stream, tuple[int, int | None]]] = {}
+    ended: dict[int, dict[int, dict[str, Any]]] = {}
+    begun = 0
 
-    def put(place: int, answer: dict[str, Any]) -> None:
-        ready[place] = answer
-        progress.answers += 1
-        progress.failed += "error" in answer
+    def begin(place: int) -> None:
+        opened[place], ended[place] = {}, {}
+        request = left[place]
+        text = request.prompt
+        prompt = ask(text) if isinstance(text, str) else text
+        params = request.params.resolved(llm.defaults)
+        for i, (each, options) in enumerate(samples(prompt, request.n, {"params": params})):
+            stream = llm.stream(each, template_args=template_args, **options)
+            opened[place][stream] = i, options["params"].seed
+            stream._begin()
 
-    def write_next(place: int) -> None:
-        nonlocal written
-        with uninterrupted():
-            answers.write(left[place].id, ready[place])
-            del ready[place]
-            written = place + 1
+    def end(place: int, answer: dict[str, Any]) -> None:
+        for stream in opened.pop(place):
+            stream.close()
+        del ended[place]
+        written.put(place, answer, failed="error" in answer)
 
     try:
-        while written < len(left):
-            while begun < len(left) and len(opened) < most and written not in ready:
-                request, place = left[begun], begun
+        while written.count < len(left):
+            while begun < len(left) and sum(map(len, opened.values())) < most:
                 begun += 1
-                text = request.prompt
-                prompt = ask(text) if isinstance(text, str) else text
                 try:
-                    params = request.params.resolved(llm.defaults)
-                    stream = llm.stream(prompt, params=params, template_args=template_args)
-                    stream._begin()
-                    opened[place] = stream, params.seed
+                    begin(begun - 1)
                 except _FAILURES as error:
-                    put(place, {"error": str(error)})
+                    end(begun - 1, {"error": str(error)})
             # The first takes a step of the model if it has to, which all get their tokens from.
             waits = True
-            for place, (stream, seed) in list(opened.items()):
+            for place, streams in list(opened.items()):
                 try:
-                    while waits or stream._is_ready():
-                        waits = False
-                        progress.tokens += next(stream).token_id is not None
-                    continue
-                except StopIteration:
-                    progress.prompt_tokens += stream.result.prompt_tokens
-                    put(place, answer_json(stream.result) | {"seed": seed})
+                    for stream, (i, seed) in list(streams.items()):
+                        try:
+                            while waits or stream._is_ready():
+                                waits = False
+                                progress.tokens += next(stream).token_id is not None
+                        except StopIteration:
+                            del streams[stream]
+                            ended[place][i] = answer_json(stream.result) | {"seed": seed}
+                            # Of all samples it is computed once.
+                            progress.prompt_tokens += 0 if i else stream.result.prompt_tokens
+                    if not streams:
+                        several = [ended[place][i] for i in sorted(ended[place])]
+                        end(place, several[0] if len(several) == 1 else {"choices": several})
                 except _FAILURES as error:
-                    put(place, {"error": str(error)})
-                del opened[place]
-            while written in ready:
-                write_next(written)
+                    end(place, {"error": str(error)})
             tell(progress)
     finally:
-        for place in sorted(ready):
-            write_next(place)
-        for stream, _ in opened.values():
-            stream.close()
+        written.put_rest()
+        for streams in opened.values():
+            for stream in streams:
+                stream.close()
     answers.sort()
     return progress
 
 
 def run(
     llm: LLM,
-    requests: list[Request],
+    requests: list[Request] | list[BatchLine],
     answers: Answers,
     ask: Callable[[str], Chat],
     template_args: Mapping[str, Any],
@@ -322,19 +241,25 @@ def run(
     *,
     quiet: bool,
 ) -> int:
-    """`answer_all` with what it shows on standard error; returns the exit code."""
+    """Answer all, with what is shown of it on standard error; returns the exit code."""
     # On a terminal the answers themselves show how far it is.
     shown = not quiet and (answers.path is not None or not is_terminal(sys.stdout))
     try:
         with ProgressLine(None if shown else False) as line:
-            progress = answer_all(
-                llm,
-                requests,
-                answers,
-                ask=ask,
-                template_args=template_args,
-                tell=lambda progress: line.show(str(progress)),
-            )
+            tell = lambda progress: line.show(str(progress))  # noqa: E731
+            if are_openais(requests):
+                from infer.cli.openai_batch import answer_lines
+
+                progress = answer_lines(llm, requests, answers, tell=tell)
+            else:
+                progress = answer_all(
+                    llm,
+                    cast(list[Request], requests),
+                    answers,
+                    ask=ask,
+                    template_args=template_args,
+                    tell=tell,
+                )
     except KeyboardInterrupt:
         again = "" if answers.path is None else "; the same command goes on from there"
         note(f"interrupted: {answers}{again}")

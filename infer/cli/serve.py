@@ -201,7 +201,7 @@ def serve(
                 "--draft-quantize belong to one model",
                 param_hint="MODEL",
             )
-        with _extra():
+        with needs_extra("infer serve"):
             from infer.server.host import Host
             from infer.server.run import is_local, listen, logging_to_stderr, url
             from infer.server.run import serve as serve_until_signal
@@ -286,13 +286,13 @@ def _both(first: Progress, second: Progress) -> Progress:
 
 
 @contextmanager
-def _extra() -> Iterator[None]:
+def needs_extra(what: str) -> Iterator[None]:
     """Raises InferError where what is imported in the block is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
         raise InferError(
-            f"infer serve needs the package {error.name}. Install all that it needs: "
+            f"{what} needs the package {error.name}. Install all that it needs: "
             "pip install 'infer-wgpu[serve]', or in a checkout pip install '.[serve]'."
         ) from error
 
