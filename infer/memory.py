@@ -73,10 +73,10 @@ class _Growing:
                 f"at most {max(0, pages - self.besides) * PAGE:,} positions (--context)."
             )
         return OutOfMemoryError(
-            f"A KV cache of {self.pages * PAGE:,} positions in all, for {options.max_batch} "
+            f"A KV cache of {self.pages * PAGE:,} positions in total, for {options.max_batch} "
             f"answers at once, each with a context of up to {options.context:,} positions, needs "
-            f"{needed}, which is {pages * PAGE:,} positions in all. Ask for fewer answers at once, "
-            "a smaller context (--context) or less memory for the cache."
+            f"{needed}, which is {pages * PAGE:,} positions in total. Ask for fewer answers at "
+            "once, a smaller context (--context) or less memory for the cache."
         )
 
 
@@ -214,13 +214,15 @@ class MemoryCount:
         need = self.needed(options)
         positions = f"{options.context:,} positions"
         if options.max_batch > 1:
-            positions = f"{options.pages * PAGE:,} positions of {options.max_batch} answers in all"
+            positions = (
+                f"{options.pages * PAGE:,} positions of {options.max_batch} answers in total"
+            )
         of_draft = "" if self.draft is None else ", the draft model's included"
         quantized = any(weight.stored.dtype in QUANTIZED for weight in self.plan.weights)
         raise OutOfMemoryError(
             f"The model needs {need.total:,} bytes ({need.weights:,} of weights, "
             f"{need.kv_cache:,} of KV cache for {positions}, {need.other:,} "
-            f"besides{of_draft}); {gpu.name} has {free:,} free. A smaller context (--context), "
-            f"{'' if quantized else 'quantised weights (--quantize), '}a smaller model or another "
-            "device (--device) would help."
+            f"for all else{of_draft}); {gpu.name} has {free:,} free. A smaller context "
+            f"(--context), {'' if quantized else 'quantised weights (--quantize), '}a smaller "
+            "model or another device (--device) would help."
         )

@@ -107,7 +107,7 @@ class ProgressLine:
             if total == 0:
                 self._begin = now
             else:
-                self._show_bytes("fetching", done, total, now - self._begin)
+                self._show_bytes("downloading", done, total, now - self._begin)
             self._end = now  # of fetching: the weights begin
         elif what == "kernels":
             if self._read is not None:

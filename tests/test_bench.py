@@ -676,11 +676,13 @@ def test_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_usage() -> None:
-    assert "are no numbers like 4096,16384" in refused("bench", "demo", "--depth", "1,x", code=2)
+    assert "not a list of numbers like 4096,16384" in refused(
+        "bench", "demo", "--depth", "1,x", code=2
+    )
     for counts in ("", "1,", "x", "1-", "-4", "8-4", "1-2-3", "1.5", "1-999999999", "9" * 5000):
         told = refused("bench", "demo", "--batch", counts, code=2)
-        assert "are no numbers like 1,8,64 or 1-64" in told
-    assert "are no numbers like 1,8,64 or 1-64" in refused(
+        assert "is not a list of numbers like 1,8,64 or 1-64" in told
+    assert "is not a list of numbers like 1,8,64 or 1-64" in refused(
         "bench", "demo", "--clients", "n", code=2
     )
     assert "neither a file" in refused("bench", "demo", "--save", "none/", code=2)

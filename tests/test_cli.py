@@ -226,7 +226,9 @@ def test_run_prints_the_answer_and_statistics(llm: LLM) -> None:
     assert generation.endswith("tokens/s, finish reason length")
     assert llm.device.adapter.name in memory
     assert "MiB" in memory
-    assert re.fullmatch(r"loading     [\d.]+ s(, [\d.]+ s of it compiling kernels)?", loading)
+    assert re.fullmatch(
+        r"loading     [\d.]+ s(, of which [\d.]+ s for compiling kernels)?", loading
+    )
 
 
 def test_quiet_leaves_the_answer_alone(llm: LLM) -> None:
@@ -331,7 +333,7 @@ def test_the_prompt_follows_the_model(
     invoke("run", "-n", 1, "demo", *words)
     assert seen["prompt"] == chat("Why is it blue?")
     message = refused("run", "--prompt", "x", "demo", *words, code=2)
-    assert "there is a prompt after the model" in message
+    assert "either after the model or by --prompt, not both" in message
 
 
 def captured_stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -402,9 +404,9 @@ def test_a_chat_template_that_cannot_be_used(tmp_path: Path) -> None:
         message = refused(*command, "--chat-template", path, code=2)
         assert message.startswith(f"error: {path}: The chat template does not compile: line 1")
     for command, wrong in (
-        (("run", "demo", "-p", "x", "--raw"), "it leaves no chat template to fill"),
-        (("chat", "--url", "http://127.0.0.1:1"), "the server of --url has its model"),
-        (("serve", "demo", "other"), "belong to one model"),
+        (("run", "demo", "-p", "x", "--raw"), "--raw uses no chat template"),
+        (("chat", "--url", "http://127.0.0.1:1"), "--chat-template has no effect with --url"),
+        (("serve", "demo", "other"), "can only be given with a single model"),
     ):
         assert wrong in " ".join(refused(*command, "--chat-template", path, code=2).split())
 
@@ -639,7 +641,7 @@ def test_closed_streams(environment: dict[str, str]) -> None:
     shell = f"{sys.executable} -m infer run demo <&-"
     done = subprocess.run(shell, shell=True, env=environment, capture_output=True, timeout=600)
     assert done.returncode == 2
-    assert b"pipe it in" in done.stderr
+    assert b"pipe one in" in done.stderr
 
 
 class Terminal(io.StringIO):
@@ -669,7 +671,7 @@ def test_progress_says_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
         progress.loading("download", 0, 0)
         now += 2
         progress.loading("download", 1 << 20, 8 << 20)
-        assert shown() == "fetching: 12%, 1.0 MiB of 8.0 MiB, 512.0 KiB/s"
+        assert shown() == "downloading: 12%, 1.0 MiB of 8.0 MiB, 512.0 KiB/s"
         now += 10
         progress.loading("download", 8 << 20, 8 << 20)
         now += 1
@@ -871,7 +873,7 @@ def test_no_prompt_at_a_terminal(environment: dict[str, str]) -> None:
     os.close(main_end)
     os.close(terminal)
     assert done.returncode == 2
-    assert "pipe it in" in done.stderr
+    assert "pipe one in" in done.stderr
 
 
 def test_a_prompt_longer_than_the_context_names_both_numbers(llm: LLM) -> None:
@@ -967,7 +969,7 @@ def test_info_counts_quantised_weights(dtype: str, dtypes: list[str]) -> None:
 
 def test_info_says_what_is_left_out(tmp_path: Path) -> None:
     folder = reference_models.load("qwen3_vl").write_checkpoint(tmp_path / "model")
-    assert "qwen3; of qwen3_vl the text model alone" in invoke("info", folder).stdout
+    assert "qwen3; only the text model of qwen3_vl" in invoke("info", folder).stdout
 
 
 def test_show_is_info(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -998,9 +1000,9 @@ def test_info_text(monkeypatch: pytest.MonkeyPatch) -> None:
     free_memory(monkeypatch, 1 << 30)
     lines = dict(line.split(maxsplit=1) for line in invoke(*flags).stdout.splitlines())
     assert lines["parameters"] == "3,575,040"
-    assert lines["weights"].startswith("13.6 MiB in f32 (6.8 MiB on the disk)")
-    assert lines["KV"] == "cache    1.7 MiB for 512 positions (3,072 bytes per token in f32)"
-    assert lines["context"] == "512 positions; the model goes up to 1,024"
+    assert lines["weights"].startswith("13.6 MiB in f32 (6.8 MiB on disk)")
+    assert lines["KV"] == "cache    1.7 MiB for 512 tokens (3,072 bytes per token in f32)"
+    assert lines["context"] == "512 tokens; the model's maximum is 1,024"
     assert lines["fits"] == "yes: 1.0 GiB are free"
     free_memory(monkeypatch, None)
     assert "fits        unknown: " in invoke(*flags).stdout
@@ -1043,7 +1045,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert got["chosen_by"] == "best"
     text = invoke("devices").stdout
     assert text.startswith(f"* 0: {adapters[0].name}\n")
-    assert text.endswith("* is used: the best; --device or INFER_DEVICE would choose another.\n")
+    assert text.endswith("* is in use: the best; --device or INFER_DEVICE choose another.\n")
     for part in (adapters[0].driver, adapters[0].backend, "shader-f16", "binding", "memory"):
         assert part in text
 
@@ -1069,10 +1071,10 @@ def test_devices_says_what_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n* 1: Chip B\n" in text
     assert text.startswith("  0: Card A\n")
     assert "subgroups no, shader-f16 yes, timestamp-query no" in text
-    assert text.endswith("* is used: INFER_DEVICE names it.\n")
+    assert text.endswith("* is in use: chosen by INFER_DEVICE.\n")
     text = invoke("devices", "--device", "0").stdout
     assert text.startswith("* 0: Card A\n")
-    assert text.endswith("* is used: --device names it.\n")
+    assert text.endswith("* is in use: chosen by --device.\n")
     assert "No adapter matches 'Card C'" in refused("devices", "--device", "Card C", code=2)
 
 

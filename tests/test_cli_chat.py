@@ -110,10 +110,10 @@ def test_lines_of_standard_input_are_messages() -> None:
 @pytest.mark.parametrize(
     ("arguments", "typed", "message"),
     [
-        ([], "", "give a model, or --url"),
+        ([], "", "Give a model, or the --url of a server"),
         (["demo", "--temperature", "-1"], "", "temperature must be"),
-        (["--url", "ftp://x"], "", "no address of a server"),
-        (["--url", "127.0.0.1", "--quantize", "q4"], "", "--quantize: the server of --url has its"),
+        (["--url", "ftp://x"], "", "is not the address of a server"),
+        (["--url", "127.0.0.1", "--quantize", "q4"], "", "--quantize has no effect with --url"),
         (["--url", "http://127.0.0.1:1"], "", "at http://127.0.0.1:1: Connection refused"),
         (["demo"], "/params x\n", "'x' is not NAME=X"),
         (["demo"], "word " * 2000, "context"),
@@ -201,7 +201,7 @@ def test_thinking_is_turned_on_and_off(capsys: pytest.CaptureFixture[str], llm: 
 def test_the_speed_is_shown_where_asked(capsys: pytest.CaptureFixture[str]) -> None:
     talk(Scripted(), "Hi", "/verbose", "Hi", "/verbose", "Hi")
     said = capsys.readouterr().err
-    assert said.count("1 token, first after ") == 1
+    assert said.count("1 token, first token after ") == 1
     assert said.startswith("the speed is shown after each answer\n1 token")
 
 
@@ -266,7 +266,7 @@ def test_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().err
     assert "Did you mean temperature?" in said
     assert said.count("error: ") == 4
-    assert 'max_tokens=9 temperature=0.5 stop="END"\n1 token, first after ' in said
+    assert 'max_tokens=9 temperature=0.5 stop="END"\n1 token, first token after ' in said
 
 
 def test_a_conversation_is_saved_and_loaded(
@@ -285,7 +285,7 @@ def test_a_conversation_is_saved_and_loaded(
     assert conversation.system == "Be kind."
     assert scripted.asked[0][0][1:] == users("Grüße", "Yes.", "Next")
     said = capsys.readouterr().err
-    assert f"{path} is there already" in said
+    assert f"{path} exists already" in said
     assert said.count("is not a conversation that /save wrote") == 2
     assert "none: No such file" in said
 
@@ -301,9 +301,9 @@ def test_what_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     """A terminal's user can correct it; piped lines are all answered."""
     lines = ["/etc/hosts: what is it?", " /reset does what?", "/usr is what?"]
     assert talk(Scripted(), *lines).messages == users(lines[0], "Yes.", lines[1], "Yes.")
-    assert "error: There is no command /usr." in capsys.readouterr().err
+    assert "error: There is no command /usr;" in capsys.readouterr().err
     assert talk(Scripted(), *lines, typed=False).messages[4:] == users(lines[2], "Yes.")
-    assert "note: /usr is no command, so the line is a message" in capsys.readouterr().err
+    assert "note: /usr is not a command, so the line is sent" in capsys.readouterr().err
 
 
 # Ctrl-C
@@ -389,7 +389,7 @@ def test_a_history_that_cannot_be_kept(
 ) -> None:
     (tmp_path / "state").write_text("a file")
     assert type_keys("one\rtwo\r", 2) == ["one", "two"]
-    assert "what is typed is not kept" in capsys.readouterr().err
+    assert "the history of messages is not saved" in capsys.readouterr().err
 
 
 def test_without_prompt_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -439,7 +439,7 @@ def test_reasoning_stands_apart(capsys: pytest.CaptureFixture[str]) -> None:
     assert talk(Scripted(pieces), "Hi", typed=False).messages == users("Hi", "Done.")
     assert capsys.readouterr() == ("Done.\n", "Let me see.\n\n")
     assert talk(Scripted(pieces[:2]), "Hi", "Hello").messages == users("Hello", "Yes.")
-    assert "nothing was answered" in capsys.readouterr().err
+    assert "the answer is empty" in capsys.readouterr().err
 
 
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}<think>"
@@ -514,7 +514,7 @@ def test_the_command_talks_to_a_server(address: str) -> None:
     done = chat("--url", address, "--api-key", "secret", typed=f"{CAT}\n")
     assert (done.exit_code, done.stdout) == (0, f"{MILO}\n"), done.stderr
     for arguments, message in (
-        (["--url", address], "wants a key: give --api-key, or set INFER_API_KEY"),
+        (["--url", address], "needs an API key: give --api-key, or set INFER_API_KEY"),
         (["gpt-4", "--url", address, "--api-key", "secret"], "There is no model 'gpt-4' here"),
     ):
         done = chat(*arguments, typed="Hi\n")
@@ -530,7 +530,7 @@ def test_a_server_of_something_else() -> None:
         done = chat("--url", url, typed="Hi\n")
         thread.join()
     assert done.exit_code == 1
-    assert f"What answers at {url} does not have OpenAI's API (status 404" in done.stderr
+    assert f"The server at {url} does not have OpenAI's API (status 404" in done.stderr
 
 
 # In a terminal

@@ -123,7 +123,7 @@ def test_after_an_interrupt_the_same_command_goes_on(
     done = [answer["id"] for answer in read(out)]
     assert done
     assert set(done) <= {2, 3, 4, 5}
-    told = f"interrupted: {len(done)} of 5 answers are in {out}; the same command goes on"
+    told = f"interrupted: {len(done)} of 5 answers are in {out}; the same command continues"
     assert result.stderr.startswith(told)
 
     before = {answer["id"]: answer for answer in read(out)}
@@ -149,7 +149,7 @@ def test_others_go_on_when_one_fails(prompts: Path, out: Path) -> None:
     command = ("--file", prompts, "--out", out, "-n", 2, "--context", 128, "-q", "--max-batch", 2)
     result = run(*command)
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: 2 of 3 prompts were not answered. ")
+    assert result.stderr.startswith("error: 2 of 3 prompts failed. ")
     a, b, c = read(out)
     assert list(a) == list(b) == ["id", "error"]
     assert "the context holds 128" in a["error"]
@@ -167,8 +167,8 @@ def test_others_go_on_when_one_fails(prompts: Path, out: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("[1]", "A line is an object or a string, not [1]"),
-        ('{"prompt": "a",}', "This is not one JSON object"),
+        ("[1]", "A line must be an object or a string, not [1]"),
+        ('{"prompt": "a",}', "A line must be a JSON object"),
         ("[" * 100_000, "nested too deeply"),
         ('{"promt": "a"}', "promt is not an option. Did you mean prompt?"),
         ('{"prompt": "a", "max_new_tokens": 3}', "Did you mean max_tokens?"),
@@ -179,7 +179,7 @@ def test_others_go_on_when_one_fails(prompts: Path, out: Path) -> None:
         ('{"messages": "a"}', "messages must be a list such as"),
         ('{"prompt": "a", "id": true}', "id must be a string or a number, not True"),
         ('{"prompt": "a", "n": 0}', "n must be an integer from 1 to 256, not 0"),
-        ('{"prompt": "a", "id": NaN}', "NaN is no number of JSON"),
+        ('{"prompt": "a", "id": NaN}', "NaN is not a JSON number"),
         ('{"prompt": "a", "id": 1}', "The id 1 is that of line 1 too"),
         (b'"\xff"', "it is not UTF-8: byte 0xff at 1"),
     ],
@@ -295,7 +295,7 @@ def test_openais_batch_lines_go_on_after_an_interrupt(
         patch.setattr(infer.cli.openai_batch, "_post", interrupted)
         result = run(*command)
     assert result.exit_code == 130
-    assert f"answers are in {out}; the same command goes on" in result.stderr
+    assert f"answers are in {out}; the same command continues" in result.stderr
     before = read(out)
     assert len(before) < 6
     assert run(*command).exit_code == 0
@@ -340,8 +340,8 @@ def test_wrong_batch_lines_are_told_before_the_model_is_loaded(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("my notes", "line 1 is no answer"),
-        ('{"id": 1}\n', "line 1 is no answer"),
+        ("my notes", "line 1 is not an answer"),
+        ('{"id": 1}\n', "line 1 is not an answer"),
         ('{"id": 1, "text": ""}\n{"id": 9, "text": ""}\n', "line 2 has the id 9, which no prompt"),
         ('{"id": 1, "text": ""}\n{"id": 1, "text": ""}\n', "the id 1 for the second time"),
     ],
@@ -360,10 +360,10 @@ def test_a_file_of_something_else_stays_as_it_is(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--file", "p", "words"), "there is a prompt beside it"),
-        (("--file", "p", "--json"), "each line is JSON"),
-        (("--out", "o", "words"), "it belongs to --file"),
-        (("--max-batch", "2", "words"), "it belongs to --file"),
+        (("--file", "p", "words"), "Give either a prompt or --file, not both."),
+        (("--file", "p", "--json"), "each answer is a JSON object anyway"),
+        (("--out", "o", "words"), "--out needs --file"),
+        (("--max-batch", "2", "words"), "--max-batch needs --file"),
     ],
 )
 def test_wrong_usage(flags: tuple[str, ...], message: str) -> None:

@@ -333,7 +333,7 @@ def test_variants_are_refused_by_name(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"targets": ["re:("]}, "no pattern"),
+        ({"targets": ["re:("]}, "not a pattern"),
         ({"targets": ["re:(.+)+x"]}, "repeats too much"),
         ({"num_bits": 3}, "num_bits = 3"),
         ({"type": "float"}, "type = 'float'"),

@@ -206,7 +206,7 @@ HUGE = (1 << 62).to_bytes(8, "little")
 @pytest.mark.parametrize(
     ("at", "value", "message"),
     [
-        (0, b"GGML", "no GGUF file"),
+        (0, b"GGML", "not a GGUF file"),
         (0, b"version https://git-lfs", "git lfs pull"),
         (4, b"\x01\0\0\0", "version 1"),
         (4, b"\0\0\0\x03", "big-endian"),
@@ -1775,7 +1775,7 @@ def test_special_tokens_and_templates_are_read(tmp_path: Path) -> None:
         (lambda w: w.add_string("tokenizer.ggml.model", "t5"), "'t5'"),
         (lambda w: vocabulary(w, pre="default"), "'default'"),
         (lambda w: w.add_string("tokenizer.ggml.model", "llama"), "no tokenizer.ggml.tokens"),
-        (lambda w: (vocabulary(w), w.add_bos_token_id(9999)), "9999 is no token"),
+        (lambda w: (vocabulary(w), w.add_bos_token_id(9999)), "9999 is not one of"),
         (lambda w: (vocabulary(w), w.add_string("tokenizer.ggml.bos_token_id", "1")), "no int"),
         (lambda w: None, "None"),
         (

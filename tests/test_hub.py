@@ -897,7 +897,7 @@ def test_a_page_and_an_option_do_not_contradict_each_other() -> None:
     ],
 )
 def test_a_revision_is_no_path(revision: str) -> None:
-    with pytest.raises(ModelNotFoundError, match="is no revision"):
+    with pytest.raises(ModelNotFoundError, match="is not a revision"):
         resolve("org/name", revision=revision, offline=True)
 
 

@@ -304,10 +304,10 @@ def test_what_a_link_leads_to_elsewhere_stays(cache: Path, tmp_path: Path) -> No
         (("org/gguf:Q4_K_S",), r"Did you mean org/gguf:Q4_K_M"),
         (("zzz/yyy",), "`infer list` shows what is"),
         (("org/gguf", "--revision", "v9"), "not in the cache at revision 'v9', but at main, aaaa"),
-        (("org/gguf", "--revision", "../../x"), "is no revision"),
+        (("org/gguf", "--revision", "../../x"), "is not a revision"),
         (("org/several:Q4",), r"several GGUF models called Q4 .*: org/several/a-Q4.gguf, org/sev"),
-        (("demo",), "demo is a local model"),
-        (("folder",), "folder is a local model"),
+        (("demo",), "demo is included in the package and cannot be deleted"),
+        (("folder",), "folder is a local file or folder"),
         (("",), "There is no folder or file"),
         (("../x",), "There is no folder or file"),
         (("org/a--b",), "nor a valid hub id"),
@@ -327,12 +327,12 @@ def test_what_is_not_there_is_not_deleted(
 
 def test_it_asks_on_a_terminal(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_model(cache, "org/a", nbytes=2048)
-    assert "Give --yes" in refused("rm", "org/a", code=2)
+    assert "give --yes" in refused("rm", "org/a", code=2)
     monkeypatch.setattr(infer.cli.cached, "is_terminal", lambda stream: True)
     for answer in (b"n\n", b"\n", b"", b"x\n"):
         done = invoke("rm", "org/a", stdin=answer)
         assert (done.exit_code, done.stdout) == (1, "")
-        assert done.stderr == "Delete org/a (aaaaaaa), 2.0 KiB? [y/N] nothing was deleted\n"
+        assert done.stderr == "Delete org/a (aaaaaaa), 2.0 KiB? [y/N] Nothing was deleted.\n"
         assert names() == ["org/a"]
     assert "deleted, 2.0 KiB freed" in invoke("rm", "org/a", stdin=b"Yes\n").stdout
     assert names() == []
@@ -410,11 +410,11 @@ def test_pull_fetches_once_what_running_needs(hub: Hub, tmp_path: Path) -> None:
     nbytes = sum(len(content("org/sharded", MAIN, name)) for name in WANTED["org/sharded"])
     where = f"{infer.progress.size(nbytes)} in {home}/hub/models--org--sharded/snapshots/{MAIN}\n"
     done = pull(hub.url, home, "pull", "org/sharded")
-    assert (done.stdout, done.stderr) == (f"org/sharded: fetched, {where}", "")
+    assert (done.stdout, done.stderr) == (f"org/sharded: downloaded, {where}", "")
     assert {*hub.fetched[before:]} == {f"org/sharded/{name}" for name in WANTED["org/sharded"]}
     before = len(hub.fetched)
     again = pull(hub.url, home, "pull", f"{hub.url}/org/sharded", "--revision", "main")
-    assert (again.stdout, again.returncode) == (f"org/sharded: already there, {where}", 0)
+    assert (again.stdout, again.returncode) == (f"org/sharded: already downloaded, {where}", 0)
     assert len(hub.fetched) == before
     offline = pull("http://127.0.0.1:9", home, "pull", "org/sharded", HF_HUB_OFFLINE="1")
     assert offline.stdout == again.stdout
@@ -428,7 +428,7 @@ def test_pull_fetches_one_gguf_model(hub: Hub, tmp_path: Path) -> None:
     done = pull(hub.url, tmp_path, "pull", "hf.co/org/gguf:q8_0", HF_HUB_CACHE=str(cache))
     nbytes = sum(len(content("org/gguf", MAIN, n)) for n in WANTED["org/gguf"] if n != Q4)
     path = cache / "models--org--gguf/snapshots" / MAIN / Q8
-    assert done.stdout == f"org/gguf:q8_0: fetched, {nbytes} bytes in {path}\n"
+    assert done.stdout == f"org/gguf:q8_0: downloaded, {nbytes} bytes in {path}\n"
     assert not (tmp_path / "hub").exists()
     shown = pull("", tmp_path, "list", "--json", HF_HUB_CACHE=str(cache), HF_HUB_OFFLINE="1")
     (model,) = json.loads(shown.stdout)["models"]
@@ -450,6 +450,6 @@ def test_of_a_local_model_there_is_nothing_to_fetch(
     cache: Path, tmp_path: Path, model: str
 ) -> None:
     (tmp_path / "folder").mkdir()
-    assert f"{model} is here already, so there is nothing to fetch" in refused(
+    assert f"{model} is already here, so there is nothing to download" in refused(
         "pull", model, code=2
     )

@@ -1262,7 +1262,7 @@ def test_loading_is_shown_to_who_sees_it(
     now = iter(range(100))
     monkeypatch.setattr("infer.progress.time", SimpleNamespace(perf_counter=lambda: next(now)))
     infer.load(DEMO, progress=progress)
-    for part in ("fetching: 75%", "reading weights: 50%", "\r"):
+    for part in ("downloading: 75%", "reading weights: 50%", "\r"):
         assert (part in stream.getvalue()) == shown
 
 
@@ -1314,7 +1314,7 @@ def bytes_needed(monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:
     report_free(monkeypatch, 0)
     with pytest.raises(infer.OutOfMemoryError) as caught:
         infer.load(DEMO, **options)
-    numbers = re.findall(r"[\d,]{3,}(?= bytes| of weights| of KV| besides)", str(caught.value))
+    numbers = re.findall(r"[\d,]{3,}(?= bytes| of weights| of KV| for all else)", str(caught.value))
     total, *parts = (int(number.replace(",", "")) for number in numbers)
     assert total == sum(parts) > 0
     return total
@@ -1408,9 +1408,7 @@ def test_keys_that_no_binding_holds(llm: LLM) -> None:
     with pytest.raises(infer.OutOfMemoryError):
         count.fitting(replace(options, context=int(asked[1]) + 1))
     # Of several answers, what they share and what each may have are told apart.
-    said = (
-        r"cache of 384 positions in all, for 3 .* up to 128 positions, .* is 256 positions in all"
-    )
+    said = r"cache of 384 positions in total, for 3 .* up to 128 positions, .* is 256 positions"
     with pytest.raises(infer.OutOfMemoryError, match=said):
         count.fitting(replace(options, max_batch=3, context=2 * PAGE, cache_positions=6 * PAGE))
 

@@ -610,7 +610,7 @@ EMBEDDING = "base_model.model.model.embed_tokens"
         (
             with_tensor(f"{FIRST}.lora_A.weight", ONES[0]),
             UnsupportedError,
-            "no matrices.*merge_and_unload",
+            "not matrices.*merge_and_unload",
         ),
         (
             with_tensor(f"{FIRST}.lora_A.weight", ONES.astype(np.int8)),

@@ -81,9 +81,9 @@ def test_a_server_with_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(fake_service(Engine(), api_keys=("secret",))) as address:
         refused = invoke("--url", address)
         assert (refused.exit_code, refused.stdout) == (1, "")
-        assert "wants a key: give --api-key" in refused.stderr
+        assert "needs an API key: give --api-key" in refused.stderr
         refused = invoke("--url", address, "--api-key", "other")
-        assert "does not take this key: give another by --api-key" in refused.stderr
+        assert "refuses this API key: give another by --api-key" in refused.stderr
         assert invoke("--url", address, "--api-key", "secret").exit_code == 0
 
 
@@ -92,19 +92,19 @@ def test_a_server_with_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("http://127.0.0.1:1", "No server answers at http://127.0.0.1:1: Connection refused."),
         ("127.0.0.1:1", "No server answers at http://127.0.0.1:1"),
-        ("http://", "'http://' is no address of a server, such as http://127.0.0.1:8000."),
+        ("http://", "'http://' is not the address of a server, such as http://127.0.0.1:8000."),
         ("http://a b", "No server answers at http://a b"),
     ],
 )
 def test_no_server(url: str, message: str) -> None:
     done = invoke("--url", url)
-    assert (done.exit_code, done.stdout) == (2 if "is no address" in message else 1, "")
+    assert (done.exit_code, done.stdout) == (2 if "is not the address" in message else 1, "")
     assert message in done.stderr
-    assert "infer serve MODEL starts one" in done.stderr or "is no address" in message
+    assert "Start one with infer serve MODEL" in done.stderr or "is not the address" in message
 
 
 def test_another_server() -> None:
     with LOAD["stub"]() as url:
         done = invoke("--url", url)
     assert done.exit_code == 1
-    assert "is no server of infer" in done.stderr or "No server answers" in done.stderr
+    assert "is not infer" in done.stderr or "No server answers" in done.stderr

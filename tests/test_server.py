@@ -1114,9 +1114,9 @@ def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--cache-memory", "much"), "no amount of memory"),
+        (("--cache-memory", "much"), "not an amount of memory"),
         (("--adapter", "./folder"), "as in sql=org/sql-lora"),
-        (("--api-key", ""), "keeps nobody out"),
+        (("--api-key", ""), "the key must not be empty"),
         (("--port", "70000"), "65535"),
         (("--host", "192.0.2.1"), "Choose others (--host, --port)"),
     ],

@@ -196,7 +196,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
         ("generation_config.json", "[]", r"generation_config\.json must hold a JSON object"),
         ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id must be an id"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"0": 1}}', "added_tokens_decoder"),
-        ("tokenizer_config.json", '{"additional_special_tokens": [5]}', "5 in .* is no token"),
+        ("tokenizer_config.json", '{"additional_special_tokens": [5]}', "5 in .* is not a token"),
         ("tokenizer_config.json", '{"extra_special_tokens": "<x>"}', "must be a list"),
         ("added_tokens.json", '{"a": "b"}', r"added_tokens\.json, are malformed"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "x"}]}', "chat template"),

@@ -156,7 +156,7 @@ class BenchReport:
         """What `to_json` wrote. Raises ValueError for another schema."""
         values: dict[str, Any] = json.loads(text)
         if values.pop("schema", None) != SCHEMA:
-            raise ValueError(f"This is no benchmark report of schema {SCHEMA}.")
+            raise ValueError(f"This is not a benchmark report of schema {SCHEMA}.")
         values["rows"] = tuple(
             Row(**row | {"seconds": tuple(row["seconds"])}) for row in values["rows"]
         )

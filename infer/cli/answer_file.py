@@ -68,14 +68,14 @@ class Answers:
         *lines, rest = path.read_bytes().split(b"\n")
         begin = b'{"id": '
         if rest[: len(begin)] != begin[: len(rest)]:
-            raise self._foreign(len(lines) + 1, "is no answer")
+            raise self._foreign(len(lines) + 1, "is not an answer")
         kept = []
         for number, line in enumerate(lines, 1):
             try:
                 answer = json.loads(line)
                 key, failed = answer_state(answer)
             except (ValueError, TypeError, LookupError, RecursionError):
-                raise self._foreign(number, "is no answer") from None
+                raise self._foreign(number, "is not an answer") from None
             if key not in self._places:
                 raise self._foreign(number, f"has the id {shown(key)}, which no prompt has")
             if key in self.done:
@@ -88,8 +88,8 @@ class Answers:
 
     def _foreign(self, number: int, what: str) -> RequestError:
         return RequestError(
-            f"{self.path}, line {number} {what}, so the file is not that of these prompts. Give "
-            "--out another name, or remove the file."
+            f"{self.path}, line {number} {what}, so the file does not belong to these prompts. "
+            "Give --out another name, or remove the file."
         )
 
     def _note(self, key: Id) -> None:

@@ -123,7 +123,7 @@ class Server:
                 return str(json.loads(response.read(_LINE))["data"][0]["id"])
             except (ValueError, LookupError, TypeError):
                 raise InferError(
-                    f"The server at {self._client.url} names no model. Give one: "
+                    f"The server at {self._client.url} lists no model. Give one: "
                     "infer chat MODEL --url …"
                 ) from None
 
@@ -194,13 +194,13 @@ def _told(response: http.client.HTTPResponse, url: str) -> str:
     except (ValueError, LookupError, TypeError):
         status = f"{response.status} {response.reason}".strip()
         if response.status == 404:
-            return f"What answers at {url} does not have OpenAI's API (status {status})."
+            return f"The server at {url} does not have OpenAI's API (status {status})."
         return f"The server at {url} answered with status {status}."
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     """Of a stream, up to [DONE]. Raises InferError where it ends before."""
-    lost = "The connection to the server was lost before the answer had ended."
+    lost = "The connection to the server was lost before the answer was complete."
     try:
         while line := response.readline(_LINE):
             if not line.startswith(b"data:"):
@@ -214,5 +214,5 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
     except (OSError, http.client.HTTPException) as error:
         raise InferError(lost) from error
     except ValueError as error:
-        raise InferError("The server's answer is not OpenAI's.") from error
+        raise InferError("The server's answer does not have the form of OpenAI's API.") from error
     raise InferError(lost)

@@ -146,8 +146,9 @@ def run(
         typer.Argument(
             metavar="[PROMPT]...",
             show_default=False,
-            help="The text to answer. With - it is read from standard input, and without it too "
-            "where something is piped in; one line end at its end is dropped.",
+            help="The prompt. With -, or where something is piped in, it is read from standard"
+            " input, without its last line end. Without a prompt, a terminal starts a "
+            "chat.",
         ),
     ] = None,
     prompt: Annotated[
@@ -176,15 +177,15 @@ def run(
         bool,
         prompt_option(
             "--raw",
-            help="Continue the prompt as it is. Without it, a model that has a chat template gets "
-            "the prompt as a user's message.",
+            help="Continue the prompt as plain text, without the model's chat template.",
         ),
     ] = False,
     template_arg: Annotated[
         list[str] | None,
         prompt_option(
             metavar="KEY=JSON",
-            help="A value for the chat template, such as enable_thinking=false. Can be repeated.",
+            help="An argument of the chat template, such as enable_thinking=false. Can be "
+            "repeated.",
         ),
     ] = None,
     max_tokens: Annotated[
@@ -193,98 +194,110 @@ def run(
             "--max-tokens",
             "-n",
             metavar="N",
-            help="End after so many tokens. Without it the answer ends where the model ends it, "
-            "after what its generation_config.json says, or when the context is full.",
+            help="The most tokens to generate. By default an answer goes on until the model "
+            "ends it, the limit in its generation_config.json is reached, or the context "
+            "is full.",
         ),
     ] = None,
     stop: Annotated[
         list[str] | None,
-        sampling_option(metavar="TEXT", help="End before this text. Can be repeated."),
+        sampling_option(metavar="TEXT", help="Stop before this text. Can be repeated."),
     ] = None,
     schema: Annotated[
         str | None,
         sampling_option(
             metavar="PATH",
-            help="The answer is JSON that is valid under the JSON schema in this file.",
+            help="Generate JSON that is valid under the JSON schema in this file.",
         ),
     ] = None,
     regex: Annotated[
         str | None,
         sampling_option(
-            metavar="PATTERN", help="The answer is what this regular expression matches."
+            metavar="PATTERN", help="Generate text that matches this regular expression."
         ),
     ] = None,
     grammar: Annotated[
         str | None,
         sampling_option(
             metavar="PATH",
-            help="The answer is derived by the grammar in this file, in llguidance's dialect of "
-            "Lark.",
+            help="Generate text that follows the grammar in this file, in llguidance's dialect"
+            " of Lark.",
         ),
     ] = None,
     temperature: Annotated[
         float | None,
         sampling_option(
             metavar="T",
-            help="Divides the logits; 0 is greedy. Where this or one of the next four is left out, "
-            "the model's generation_config.json counts; without one too, it is off.",
+            help="Sampling temperature; 0 is greedy. The defaults of this and the next four "
+            "options are those of the model's generation_config.json, or else off.",
         ),
     ] = None,
     top_k: Annotated[
-        int | None, sampling_option(metavar="K", help="Keep the K most probable tokens; 0 is off.")
+        int | None,
+        sampling_option(
+            metavar="K", help="Sample from the K most probable tokens; 0 turns it off."
+        ),
     ] = None,
     top_p: Annotated[
         float | None,
         sampling_option(
             metavar="P",
-            help="Keep the fewest of the most probable tokens that reach this probability "
-            "together; 1 is off.",
+            help="Sample from the fewest most probable tokens whose probabilities add up to P;"
+            " 1 turns it off.",
         ),
     ] = None,
     min_p: Annotated[
         float | None,
         sampling_option(
             metavar="P",
-            help="Keep tokens at least this fraction as probable as the best; 0 is off.",
+            help="Sample from tokens that are at least P times as probable as the most "
+            "probable one; 0 turns it off.",
         ),
     ] = None,
     repetition_penalty: Annotated[
         float | None,
         sampling_option(
             metavar="X",
-            help="Divides positive and multiplies negative logits of tokens in prompt and answer; "
-            "1 is off.",
+            help="Divides positive and multiplies negative logits of tokens that are in the "
+            "prompt or the answer; 1 turns it off.",
         ),
     ] = None,
     presence_penalty: Annotated[
         float,
         sampling_option(
-            metavar="X", help="Subtracted from the logits of tokens in the answer; from -2 to 2."
+            metavar="X",
+            help="Subtracted from the logits of tokens that are in the answer, from -2 to 2.",
         ),
     ] = 0.0,
     frequency_penalty: Annotated[
         float,
-        sampling_option(metavar="X", help="The same, for each time that a token is there."),
+        sampling_option(
+            metavar="X",
+            help="Subtracted from the logit of a token for each time that it is in the answer,"
+            " from -2 to 2.",
+        ),
     ] = 0.0,
     logit_bias: Annotated[
         list[str] | None,
         sampling_option(
             metavar="ID=X",
-            help="Added to the logit of a token id; at most 100, and -inf forbids the token. Can "
-            "be repeated.",
+            help="Added to the logit of a token, given by its id; at most 100, and -inf "
+            "forbids the token. Can be repeated.",
         ),
     ] = None,
     ignore_eos: Annotated[
         bool,
         sampling_option(
-            "--ignore-eos", help="Go on after the model's own end, up to --max-tokens."
+            "--ignore-eos",
+            help="Do not stop where the model ends the answer: generate --max-tokens tokens.",
         ),
     ] = False,
     seed: Annotated[
         int | None,
         sampling_option(
             metavar="N",
-            help="The same seed samples the same answer. Without it every run has a new one.",
+            help="Seed of the sampling: the same seed gives the same answer. Default: a random"
+            " one.",
         ),
     ] = None,
     device: DeviceOption = None,
@@ -302,8 +315,8 @@ def run(
         loading_option(
             "--max-batch",
             metavar="N",
-            help="With --file: answers that are generated at once, up to 64. Without it 8, or 4 "
-            "where the CPU computes.",
+            help="With --file: how many answers to generate at once, up to 64. Default: 8, or "
+            "4 on the CPU.",
         ),
     ] = None,
     invariant: InvariantOption = False,
@@ -314,7 +327,7 @@ def run(
         bool,
         loading_option(
             "--no-fuse",
-            help="Run every operation as a kernel of its own: slower, to find a fault with.",
+            help="Run every operation as a separate kernel: slower, for debugging.",
         ),
     ] = False,
     out: Annotated[
@@ -322,58 +335,63 @@ def run(
         output_option(
             "--out",
             metavar="PATH",
-            help="With --file: write the answers there, a JSON object in each line, in the order "
-            "of the prompts. What the file has already is not answered again, but for errors: "
-            "after an interrupt, the same command goes on.",
+            help="With --file: write the answers to this file, a JSON object per line, in the "
+            "order of the prompts. Prompts that it has answers to are skipped, so that "
+            "after an interrupt the same command continues. Prompts that failed do not "
+            "stop the others and are retried by the same command.",
         ),
     ] = None,
     as_json: Annotated[
         bool,
         output_option(
             "--json",
-            help="Print nothing while generating, and in the end one JSON object: text, token ids, "
-            "finish reason, statistics, seed, adapter and versions.",
+            help="Print a single JSON object at the end: text, token ids, finish reason, "
+            "statistics, seed, adapter and versions.",
         ),
     ] = False,
     logprobs: Annotated[
         int | None,
         output_option(
             metavar="N",
-            help="With --json or --file: the log probability of each token, and those of the N "
-            "(0 to 20) most probable in its place.",
+            help="With --json or --file: include the log probability of each token, and of the"
+            " N (0 to 20) most probable tokens in its place.",
         ),
     ] = None,
     quiet: Annotated[
         bool,
-        output_option("--quiet", "-q", help="Nothing but errors on standard error: no statistics."),
+        output_option(
+            "--quiet", "-q", help="Print only errors on standard error: no statistics and no notes."
+        ),
     ] = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Answer a prompt, or chat.
 
-    Without a prompt, a terminal gets a conversation, as with `infer chat`.
+    Without a prompt, it starts a chat in a terminal, as `infer chat` does.
 
-    The answer appears on standard output as it is generated, followed by a line end; statistics
-    follow on standard error. Ctrl-C ends the answer where it is: what has been generated stays,
-    the statistics follow, and the exit code is 130.
+    The answer is written to standard output while it is generated; statistics follow on standard
+    error. Ctrl-C stops the answer: what has been generated stays, and the exit code is 130.
 
     With --file, the answers to a file of prompts are written as JSON lines; the exit code is 1 if
-    one of them failed.
+    any of them failed.
     """
     with exit_codes(verbose):
         if raw and (system is not None or template_arg or chat_template is not None):
-            raise typer.BadParameter("it leaves no chat template to fill", param_hint="--raw")
+            raise RequestError(
+                "--raw uses no chat template. Leave it out, or --system, --template-arg and "
+                "--chat-template."
+            )
         if logprobs is not None and not as_json and file is None:
-            raise typer.BadParameter("only --json shows them", param_hint="--logprobs")
+            raise RequestError("--logprobs needs --json or --file.")
         bias = dict(map(parse_bias, logit_bias or ()))
         template_args = dict(map(parse_template_arg, template_arg or ()))
         lines: TypedLines | None = None  # of a conversation
         if prompt is not None and words:
-            raise typer.BadParameter("there is a prompt after the model", param_hint="--prompt")
+            raise RequestError("Give the prompt either after the model or by --prompt, not both.")
         if file is None:
             for name, given in (("--out", out), ("--max-batch", max_batch)):
                 if given is not None:
-                    raise typer.BadParameter("it belongs to --file", param_hint=name)
+                    raise RequestError(f"{name} needs --file.")
             given = " ".join(words) if words else prompt
             leaves = raw or as_json  # what is no conversation
             if given is None and not leaves and is_terminal(sys.stdin) and is_terminal(sys.stdout):
@@ -504,20 +522,20 @@ def make_prompt(
         return [*before, {"role": "user", "content": text}]
     if system is not None or template_args:
         raise RequestError(
-            f"{llm.name} has no chat template, so --system and --template-arg mean nothing to it. "
+            f"{llm.name} has no chat template, so --system and --template-arg have no effect. "
             "Put everything into the prompt."
         )
     return text
 
 
 def check_file(file: str, out: str | None, *, prompted: bool, as_json: bool) -> None:
-    """Raises typer.BadParameter for what --file leaves no room for."""
+    """Raises RequestError for what --file leaves no room for."""
     if prompted:
-        raise typer.BadParameter("there is a prompt beside it", param_hint="--file")
+        raise RequestError("Give either a prompt or --file, not both.")
     if as_json:
-        raise typer.BadParameter("with --file each line is JSON without it", param_hint="--json")
+        raise RequestError("Leave out --json: with --file, each answer is a JSON object anyway.")
     if out is not None and all(map(os.path.exists, (file, out))) and os.path.samefile(file, out):
-        raise typer.BadParameter("it is the file of the prompts", param_hint="--out")
+        raise RequestError(f"{out} is the file of the prompts. Give --out another name.")
 
 
 def generate(stream: Stream, *, streamed: bool, quiet: bool = False) -> Result:
@@ -589,10 +607,10 @@ Example:
 def pull(
     model: HubArgument, revision: RevisionOption = None, verbose: VerboseOption = False
 ) -> None:
-    """Fetch a model from the hub, to run it later.
+    """Download a model from the hub, to run it later.
 
-    Fetches what `infer run` would fetch, and nothing else, into the cache that other programs share
-    (HF_HOME). Says where it is and how large; what is there already is not fetched again.
+    Downloads what `infer run` would, and nothing else, into the cache that other programs share
+    (HF_HOME), and shows where it is and how large. Files that are there already are kept.
     """
     with exit_codes(verbose):
         from infer.cli import cached
@@ -617,8 +635,8 @@ Examples:
 def list_(as_json: JsonOption = False, verbose: VerboseOption = False) -> None:
     """List the models in the cache.
 
-    Those that can be run, with the name to run each by, its size on the disk, its format, the
-    commit that it is of and the day that it was last used; those used last come first.
+    Shows each model's name, size on disk, format, commit and the day it was last used, the most
+    recently used first.
     """
     with exit_codes(verbose):
         from infer.cli.cached import CachedReport
@@ -643,21 +661,24 @@ def rm(
         typer.Argument(
             metavar="MODEL",
             show_default=False,
-            help="A model by its name in `infer list`, or the hub id of a repository, of which all "
-            "models are meant.",
+            help="A model by its name in `infer list`, or the hub id of a repository, for all "
+            "models in it.",
             autocompletion=names_in_cache,
         ),
     ],
     revision: RevisionOption = None,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Do not ask. Without a terminal it is needed.")
+        bool,
+        typer.Option(
+            "--yes", "-y", help="Do not ask for confirmation; needed where there is no terminal."
+        ),
     ] = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Delete a model from the cache.
 
-    A repository with all that is cached of it, one revision of it, or one GGUF model, and nothing
-    that others in the cache need. Asks first, and says what was freed.
+    Deletes a repository, one revision of it, or one GGUF model, but no file that other models in
+    the cache need. Asks for confirmation first, and shows how much was freed.
     """
     with exit_codes(verbose):
         from infer.cli import cached
@@ -665,7 +686,7 @@ def rm(
 
         deletion = find_deletion(model, revision)
         if not yes and not cached.is_wanted(deletion):
-            note("nothing was deleted")
+            note("Nothing was deleted.")
             raise typer.Exit(1)
         with uninterrupted():
             freed = deletion.execute()
@@ -698,12 +719,12 @@ def info(
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Say what a model is, what it needs, and whether it fits.
+    """Show what a model is, how much memory it needs, and whether it fits.
 
-    Counts its parameters, and the bytes that would be allocated: for the weights, for the KV cache
-    at a context, and besides. Where the platform tells how much memory is free, says whether they
-    fit. Reads nothing but the small files and the headers of the weights, and works without a GPU;
-    a model from the hub is fetched first.
+    Counts the parameters, and the memory for the weights, for the KV cache at a context, and for
+    all else. Says whether that fits where it is known how much is free. Reads only the small files
+    and the headers of the weights, and works without a GPU; a model from the hub is downloaded
+    first.
     """
     with exit_codes(verbose):
         from infer.cli.report import ModelReport
@@ -744,8 +765,8 @@ def devices(
         bool,
         output_option(
             "--check",
-            help="Run every kernel on the adapter that is used, compare it with its reference, and "
-            "say which fail. The exit code is 1 if one does.",
+            help="Run every kernel on the adapter in use, compare it with its reference, and "
+            "show which fail. The exit code is 1 if any does.",
         ),
     ] = False,
     as_json: JsonOption = False,
@@ -753,9 +774,9 @@ def devices(
 ) -> None:
     """List the adapters of this machine.
 
-    Each with its type, backend and driver, the features that the kernels make use of, its limits
-    and, where the platform tells, its memory. A star marks the one that is used: discrete GPUs come
-    first, then integrated ones, then software. OpenGL is never used.
+    Shows the type, backend and driver of each, the optional features that kernels use, its limits
+    and, where it is known, its memory. A star marks the one in use: discrete GPUs come first, then
+    integrated ones, then software. OpenGL is never used.
     """
     with exit_codes(verbose):
         from infer.cli.report import Adapters, check_kernels
@@ -788,8 +809,8 @@ def bench(
         bench_option(
             "--shape",
             metavar="SHAPE",
-            help="Instead of a model: the shape of one, such as llama-3.2-1b, on random weights. "
-            "An unknown name is answered with all that there are.",
+            help="The shape of a known model, such as llama-3.2-1b, with random weights, "
+            "instead of a model. A wrong name lists all shapes.",
             autocompletion=shape_names,
         ),
     ] = None,
@@ -798,7 +819,7 @@ def bench(
         bench_option(
             "--format",
             metavar="FORMAT",
-            help="Random weights as checkpoints of that kind have them, such as gptq or q4_k.",
+            help="With --shape: random weights in this checkpoint format, such as gptq or q4_k.",
             autocompletion=format_names,
         ),
     ] = None,
@@ -807,8 +828,8 @@ def bench(
         bench_option(
             "--prompt-tokens",
             metavar="N",
-            help="Of the prefill test. Where this or one of the next two is left out, it is 512, "
-            "128 and 5, or less, so that a slow adapter ends in about a minute.",
+            help="Tokens of the prefill test. By default this is 512, --decode-tokens 128 and "
+            "--repeats 5, or less on a slow adapter, so that it takes about a minute.",
         ),
     ] = None,
     prefix: Annotated[
@@ -821,16 +842,16 @@ def bench(
     ] = None,
     decode_tokens: Annotated[
         int | None,
-        bench_option("--decode-tokens", "-n", metavar="N", help="Of every decode test."),
+        bench_option("--decode-tokens", "-n", metavar="N", help="Tokens of each decode test."),
     ] = None,
     repeats: Annotated[
         int | None,
-        bench_option("--repeats", "-r", metavar="N", help="Runs of a test, after a warm-up."),
+        bench_option("--repeats", "-r", metavar="N", help="Runs of each test, after a warm-up."),
     ] = None,
     depth: Annotated[
         str | None,
         bench_option(
-            "--depth", metavar="N,N", help="Also decode with so many tokens in the cache before."
+            "--depth", metavar="N,N", help="Also decode with this many tokens in the cache."
         ),
     ] = None,
     batch: Annotated[
@@ -838,7 +859,8 @@ def bench(
         bench_option(
             "--batch",
             metavar="N,N-N",
-            help="Also decode so many answers at once, up to 64: 1,8,64, or 1-64 for all of them.",
+            help="Also decode this many answers at once, up to 64: 1,8,64, or 1-64 for all of "
+            "them.",
         ),
     ] = None,
     clients: Annotated[
@@ -846,9 +868,9 @@ def bench(
         bench_option(
             "--clients",
             metavar="N,N",
-            help="Also serve so many clients at once, each of which sends a request, reads the "
-            "answer and sends its next, --repeats times. Prompts have an eighth of --prompt-tokens "
-            "to all of them, answers have --decode-tokens.",
+            help="Also serve this many clients at once, each of which sends --repeats "
+            "requests, one after the other. Prompts have from an eighth of "
+            "--prompt-tokens to all of them, answers have --decode-tokens.",
         ),
     ] = None,
     accept: Annotated[
@@ -856,8 +878,9 @@ def bench(
         bench_option(
             "--accept",
             metavar="P",
-            help="Also decode with drafts, alone and with each --batch. They are verified, but "
-            "each is taken to be right with this probability, whatever the model says.",
+            help="Also decode with drafts, alone and with each --batch. Drafted tokens are "
+            "verified, but each is accepted with this probability, whatever the model "
+            "says.",
         ),
     ] = None,
     draft_rows: Annotated[
@@ -865,7 +888,7 @@ def bench(
         bench_option(
             "--draft-rows",
             metavar="K",
-            help="With --accept: draft so many tokens for each step, 1 to 7. Without it as many as "
+            help="With --accept: draft this many tokens per step, 1 to 7. Default: as many as "
             "--speculate auto would.",
         ),
     ] = None,
@@ -874,12 +897,12 @@ def bench(
         bench_option(
             "--draft",
             metavar="MODEL",
-            help="With --accept: the model that drafts, or for a --shape another shape; mtp: the "
-            "layer of the model itself that predicts further tokens.",
+            help="With --accept: the draft model, or with --shape its shape; mtp for the "
+            "model's own layer that predicts further tokens.",
         ),
     ] = None,
     draft_quantize: DraftQuantizeOption = None,
-    profile: Annotated[bool, bench_option("--profile", help="Time all kernels of a step.")] = False,
+    profile: Annotated[bool, bench_option("--profile", help="Time each kernel of a step.")] = False,
     device: DeviceOption = None,
     webgpu: WebgpuOption = None,
     context: ContextOption = None,
@@ -896,16 +919,16 @@ def bench(
         output_option(
             "--save",
             metavar="PATH",
-            help="Write the JSON object to a file too, or under a name of its own into a folder.",
+            help="Also write the JSON object to this file, or to a new file in this folder.",
         ),
     ] = None,
     verbose: VerboseOption = False,
 ) -> None:
     """Measure how fast a model runs on this machine.
 
-    The prefill of a prompt, decoding, and decoding with all sampling options on: tokens a second,
-    and the share that decoding reaches of the bandwidth that a copy on the same adapter has. All
-    weights may be random, as speed does not depend on them: with --shape nothing is fetched.
+    Measures the tokens per second of prefill, of decoding, and of decoding with all sampling
+    options on, and which share of the adapter's copy bandwidth decoding reaches. With --shape the
+    weights are random, as speed does not depend on them, and nothing is downloaded.
     """
     with exit_codes(verbose):
         depths, path = parse_counts(depth, "--depth"), parse_save(save)

@@ -113,20 +113,18 @@ def _parsed(line: bytes) -> Any:
         wrong = f"{error.msg} at column {error.colno}."
     except (ValueError, RecursionError) as error:
         wrong = reason(error)
-    raise RequestError(
-        f'This is not one JSON object, such as {{"prompt": "Why?"}}, all of it in one line: {wrong}'
-    )
+    raise RequestError(f'A line must be a JSON object, such as {{"prompt": "Why?"}}: {wrong}')
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _request(value: Any, number: int, params: SamplingParams, raw: bool) -> Request:
     if isinstance(value, str):
         value = {"prompt": value}
     if not isinstance(value, dict):
-        raise RequestError(f"A line is an object or a string, not {shown(value)}.")
+        raise RequestError(f"A line must be an object or a string, not {shown(value)}.")
     names = SamplingOptions.__optional_keys__
     check_names(value, (*_OWN, *sorted(names)), (), "")
     given, prompt = value.get("id", number), value.get("prompt")
@@ -137,7 +135,10 @@ def _request(value: Any, number: int, params: SamplingParams, raw: bool) -> Requ
     if "messages" in value:
         prompt = value["messages"]
         if raw:
-            raise RequestError("--raw leaves no chat template for messages. Give a prompt.")
+            raise RequestError(
+                "--raw uses no chat template, which messages need. Give a prompt, or leave "
+                "out --raw."
+            )
         if not (isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)):
             raise RequestError(
                 'messages must be a list such as [{"role": "user", "content": "Why?"}], not '
@@ -261,15 +262,17 @@ def run(
                     tell=tell,
                 )
     except KeyboardInterrupt:
-        again = "" if answers.path is None else "; the same command goes on from there"
+        again = "" if answers.path is None else "; the same command continues from there"
         note(f"interrupted: {answers}{again}")
         return INTERRUPTED
     if not quiet:
         note(batch_text(llm, progress, loading))
     if not progress.failed:
         return 0
-    again = "" if answers.path is None else f" {answers.path} says why; a rerun tries them again."
-    note(f"error: {progress.failed:,} of {len(requests):,} prompts were not answered.{again}")
+    again = (
+        "" if answers.path is None else f" {answers.path} says why; the same command retries them."
+    )
+    note(f"error: {progress.failed:,} of {len(requests):,} prompts failed.{again}")
     return 1
 
 
@@ -282,7 +285,7 @@ def batch_text(llm: LLM, progress: Progress, loading: Loading) -> str:
             "prompts": f"{progress.prompt_tokens:,} tokens",
             "generation": f"{progress.tokens:,} tokens, {progress.tps:,.1f} tokens/s",
             "memory": f"{size(memory.allocated)} on {llm.device.adapter.name} "
-            f"({size(memory.peak)} at most)",
+            f"({size(memory.peak)} peak)",
             "loading": str(loading),
         }
     )

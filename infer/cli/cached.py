@@ -18,7 +18,7 @@ _SHORT = 7  # of a commit, as git shows it
 
 
 def pulled_text(found: Pulled) -> str:
-    state = "fetched" if found.fetched else "already there"
+    state = "downloaded" if found.fetched else "already downloaded"
     return f"{found.name}: {state}, {size(found.nbytes)} in {found.path}"
 
 
@@ -90,8 +90,8 @@ def is_wanted(deletion: Deletion) -> bool:
     """Asks on the terminal. Raises RequestError where there is none."""
     if not is_terminal(sys.stdin):
         raise RequestError(
-            f"{deletion_text(deletion)}, is not deleted without being asked for on a terminal. "
-            "Give --yes to delete it at once."
+            f"{deletion_text(deletion)}, was not deleted: without a terminal to confirm on, give "
+            "--yes."
         )
     question = visible(f"Delete {deletion_text(deletion)}? [y/N]")
     write_note(wrapped(question, sys.stderr) + " ")

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from infer.cli.answers import THINKING, Answerer, Model, Server
 from infer.cli.clipboard import copy
 from infer.cli.lines import Lines, PipedLines, TypedLines, history_path
@@ -91,39 +89,49 @@ def chat(
         prompt_option(
             "--template-arg",
             metavar="KEY=JSON",
-            help="A value for the chat template, such as enable_thinking=false. Can be repeated.",
+            help="An argument of the chat template, such as enable_thinking=false. Can be "
+            "repeated.",
         ),
     ] = None,
     max_tokens: Annotated[
         int | None,
-        sampling_option("--max-tokens", "-n", metavar="N", help="End each answer after so many."),
+        sampling_option("--max-tokens", "-n", metavar="N", help="The most tokens of each answer."),
     ] = None,
     temperature: Annotated[
         float | None,
         sampling_option(
             "--temperature",
             metavar="T",
-            help="Divides the logits; 0 is greedy. What is left out comes from the model's "
-            "generation_config.json; /params sets all the others.",
+            help="Sampling temperature; 0 is greedy. Defaults are those of the model's "
+            "generation_config.json; /params sets all other options.",
         ),
     ] = None,
     top_p: Annotated[
         float | None,
         sampling_option(
-            "--top-p", metavar="P", help="Keep the fewest tokens that reach this probability."
+            "--top-p",
+            metavar="P",
+            help="Sample from the fewest most probable tokens whose probabilities add up to P;"
+            " 1 turns it off.",
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        sampling_option("--seed", metavar="N", help="The same seed samples the same answer."),
+        sampling_option(
+            "--seed",
+            metavar="N",
+            help="Seed of the sampling: the same seed gives the same answer. Default: a random"
+            " one.",
+        ),
     ] = None,
     url: Annotated[
         str | None,
         server_option(
             "--url",
             metavar="URL",
-            help="Talk to a server with OpenAI's API, such as http://127.0.0.1:8000, instead of "
-            "loading a model. MODEL is then the name there, or its first.",
+            help="Chat with a server that has OpenAI's API, such as http://127.0.0.1:8000, "
+            "instead of loading a model. MODEL is then a name there; default: the "
+            "server's first.",
         ),
     ] = None,
     api_key: ApiKeyOption = None,
@@ -142,18 +150,18 @@ def chat(
     offline: OfflineOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Talk with a model.
+    """Chat with a model.
 
-    In a terminal, lines can be edited and those of earlier conversations come back with the up
-    arrow; /help lists the commands. Ctrl-C stops an answer, and twice at the prompt, or Ctrl-D,
-    ends. Without a terminal each line of standard input is a message, the answers go to standard
-    output, and what the model thinks before them to standard error.
+    In a terminal, the up arrow brings back earlier messages, and /help lists the commands. Ctrl-C
+    stops an answer; Ctrl-D, or Ctrl-C twice, ends the chat. Without a terminal, each line of
+    standard input is a message; answers go to standard output, and the model's reasoning to
+    standard error.
 
-    --verbose tells how fast each answer came.
+    --verbose shows the speed after each answer.
     """
     with exit_codes(verbose), ExitStack() as stack:
         if model is None and url is None:
-            raise typer.BadParameter("give a model, or --url of a server", param_hint="MODEL")
+            raise RequestError("Give a model, or the --url of a server.")
         loading = {
             "--device": device,
             "--webgpu": webgpu,
@@ -171,7 +179,7 @@ def chat(
         }
         for name, value in loading.items():
             if url is not None and value is not None:
-                raise typer.BadParameter("the server of --url has its model", param_hint=name)
+                raise RequestError(f"{name} has no effect with --url. Leave it out.")
         given = {
             "max_tokens": max_tokens,
             "temperature": temperature,
@@ -320,9 +328,9 @@ class Conversation:
             elif first is not None:
                 writer.end()
         if self.answerer.finish_reason == "length":
-            note("note: the answer reached the limit of tokens")
+            note("note: the answer stopped at the limit of tokens")
         if not text:
-            note("nothing was answered")
+            note("note: the answer is empty")
             return
         self.messages = [*asked, {"role": "assistant", "content": text}]
         if first is not None and last is not None:
@@ -350,10 +358,10 @@ class Conversation:
             return True
         if self.typed:
             raise RequestError(
-                f"There is no command /{name}. /help lists those there are; a message that begins "
-                "so has a space before it."
+                f"There is no command /{name}; /help lists the commands. To send a message that "
+                "starts with /, put a space before it."
             )
-        note(f"note: /{name} is no command, so the line is a message")
+        note(f"note: /{name} is not a command, so the line is sent as a message")
         return False
 
     def _do_help(self, rest: str) -> None:
@@ -370,7 +378,7 @@ class Conversation:
 
     def _do_retry(self, rest: str) -> None:
         if not self.messages:
-            raise RequestError("There is nothing to answer anew.")
+            raise RequestError("There is no message to answer again.")
         self._answer_instead(len(self.messages) - (self.messages[-1]["role"] == "assistant"))
 
     def _do_edit(self, rest: str) -> None:
@@ -423,7 +431,7 @@ class Conversation:
     def _do_params(self, rest: str) -> None:
         if not rest:
             shown_ = [f"{name}={json.dumps(value)}" for name, value in self.params.items()]
-            note(" ".join(shown_) or "Everything is left to the model.")
+            note(" ".join(shown_) or "All sampling options have the model's defaults.")
             if self.pace is not None:
                 note(self.pace)
             return
@@ -444,18 +452,18 @@ class Conversation:
 
     def _do_save(self, rest: str) -> None:
         if not rest:
-            raise RequestError("Give a file's name: /save FILE.")
+            raise RequestError("Give a file name: /save FILE.")
         messages = [*self._system(), *self.messages]
         try:
             with Path(rest).expanduser().open("x", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
         except FileExistsError:
-            raise RequestError(f"{rest} is there already. Choose another name.") from None
+            raise RequestError(f"{rest} exists already. Choose another name.") from None
         note(f"wrote {len(messages)} messages to {rest}")
 
     def _do_load(self, rest: str) -> None:
         if not rest:
-            raise RequestError("Give a file's name: /load FILE.")
+            raise RequestError("Give a file name: /load FILE.")
         wrong = RequestError(f"{rest} is not a conversation that /save wrote.")
         with Path(rest).expanduser().open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -471,10 +479,10 @@ class Conversation:
         first = messages[0] if messages else {}
         self.system = first["content"] if first.get("role") == "system" else None
         self.messages = messages[self.system is not None :]
-        note(f"{len(messages)} messages")
+        note(f"read {len(messages)} messages from {rest}")
 
 
 def _pace(tokens: int, first: float, rest: float) -> str:
     # What came at once tells nothing.
     rate = f", {(tokens - 1) / rest:.1f} tokens/s" if tokens > 1 and rest > 0.01 else ""
-    return f"{tokens:,} token{'s' * (tokens != 1)}{rate}, first after {first:.2f} s"
+    return f"{tokens:,} token{'s' * (tokens != 1)}{rate}, first token after {first:.2f} s"

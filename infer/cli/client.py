@@ -26,7 +26,7 @@ class Client:
             host = port = None
         if parts.scheme not in ("http", "https") or host is None:
             raise RequestError(
-                f"{shown(url)} is no address of a server, such as http://127.0.0.1:8000."
+                f"{shown(url)} is not the address of a server, such as http://127.0.0.1:8000."
             )
         self._secure, self._host, self._port = parts.scheme == "https", host, port
         self._path = parts.path.rstrip("/").removesuffix("/v1")
@@ -53,12 +53,14 @@ class Client:
             except (OSError, http.client.HTTPException, UnicodeError) as error:
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
                 raise InferError(
-                    f"No server answers at {self.url}: {reason}. infer serve MODEL starts one; "
-                    "--url says where one is."
+                    f"No server answers at {self.url}: {reason}. Start one with infer serve "
+                    "MODEL, or give the address of another with --url."
                 ) from error
             if response.status == 401:
                 given = "Authorization" in self._headers
-                wrong = "does not take this key: give another by" if given else "wants a key: give"
+                wrong = (
+                    "refuses this API key: give another by" if given else "needs an API key: give"
+                )
                 raise InferError(
                     f"The server at {self.url} {wrong} --api-key, or set INFER_API_KEY."
                 )

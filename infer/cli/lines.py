@@ -79,7 +79,7 @@ class TypedLines:
             _prepare(history)
             kept = FileHistory(str(history))
         except OSError as error:
-            note(f"note: what is typed is not kept: {of_system(error)}")
+            note(f"note: the history of messages is not saved: {of_system(error)}")
             kept = InMemoryHistory()
         self._session: PromptSession[str] = PromptSession(
             history=kept,

@@ -67,7 +67,7 @@ class Commands(TyperGroup):
             meant = f"Did you mean {close[0]!r}? " if close else ""
             shown = ", ".join(name for name, each in self.commands.items() if not each.hidden)
             ctx.fail(
-                f"There is no command {args[0]!r}. {meant}There are: {shown}. "
+                f"There is no command {args[0]!r}. {meant}The commands are: {shown}. "
                 'To run a model: infer run MODEL "PROMPT".'
             )
         return super().resolve_command(ctx, args)
@@ -177,10 +177,11 @@ def names_in_cache(incomplete: str) -> list[str]:
 # What several commands take
 
 _MODEL = (
-    "A hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, or its URL, fetched on its first use; "
-    "one GGUF model of a repository, such as unsloth/Qwen3-0.6B-GGUF:Q4_K_M or org/name/file.gguf; "
-    "a folder with config.json, tokenizer.json and *.safetensors; a .gguf file; or demo, the small "
-    "model that comes with this package."
+    "A hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, or its URL, downloaded"
+    " on first use; one GGUF model of a repository, such as "
+    "unsloth/Qwen3-0.6B-GGUF:Q4_K_M or org/name/file.gguf; a folder with "
+    "config.json, tokenizer.json and *.safetensors; a .gguf file; or demo, the "
+    "small model that is included in the package."
 )
 
 
@@ -207,8 +208,8 @@ DeviceOption = Annotated[
     loading_option(
         "--device",
         metavar="DEVICE",
-        help="The adapter to use: its index in `infer devices`, or a part of its name. Without it, "
-        "the one that the variable INFER_DEVICE names, else the best there is.",
+        help="The adapter to use: its index in `infer devices`, or a part of its name. "
+        "Default: the one that the variable INFER_DEVICE names, or else the best.",
     ),
 ]
 WebgpuOption = Annotated[
@@ -216,9 +217,9 @@ WebgpuOption = Annotated[
     loading_option(
         "--webgpu",
         metavar="LIBRARY",
-        help="The library that runs the kernels: wgpu-native, or dawn, which has tensor cores and "
-        "is an extra of this package. Without it, the one that the variable INFER_WEBGPU names, "
-        "else wgpu-native.",
+        help="The WebGPU library: wgpu-native, or dawn, which can use tensor cores and is "
+        "an extra of this package. Default: the one that the variable INFER_WEBGPU "
+        "names, or else wgpu-native.",
     ),
 ]
 ContextOption = Annotated[
@@ -226,38 +227,38 @@ ContextOption = Annotated[
     loading_option(
         "--context",
         metavar="N",
-        help="Positions for prompt and answer together. Without it, the smaller of the model's own "
-        "number and 8192, or less where that does not fit.",
+        help="Context length in tokens, for prompt and answer together. Default: the "
+        "model's own, up to 8192, or less if that does not fit.",
     ),
 ]
 DtypeOption = Annotated[
     Dtype | None,
     loading_option(
         "--dtype",
-        help="Convert the weight matrices while they are loaded. Without it they stay as the files "
-        "have them.",
+        help="Convert the weight matrices to this type while loading. Default: the type "
+        "that they have in the files.",
     ),
 ]
 QuantizeOption = Annotated[
     Quantize | None,
     loading_option(
         "--quantize",
-        help="Quantise the weight matrices while they are loaded, to 8 or 4 bits. With q4, "
-        "embeddings and output projection take 8.",
+        help="Quantise the weight matrices to 8 or 4 bits while loading. With q4, "
+        "embeddings and output projection have 8 bits.",
     ),
 ]
 KVDtypeOption = Annotated[
     KVDtype,
     loading_option(
-        "--kv-dtype", help="How keys and values are stored: q8 takes about half the memory of f16."
+        "--kv-dtype", help="Type of the KV cache: q8 takes about half the memory of f16."
     ),
 ]
 InvariantOption = Annotated[
     bool,
     loading_option(
         "--invariant",
-        help="An answer is the same to the last bit alone and among others, and whatever of it is "
-        "cached: slower.",
+        help="Compute each answer bit for bit the same, whatever else is generated at the "
+        "same time and whatever is cached: slower.",
     ),
 ]
 SpeculateOption = Annotated[
@@ -265,10 +266,12 @@ SpeculateOption = Annotated[
     loading_option(
         "--speculate",
         metavar="HOW",
-        help="Draft tokens and verify many in one step; answers stay the same. draft: by the model "
-        "that --draft names. mtp: by the layer for that which some models bring. lookup: what came "
-        "after the same tokens before. auto: the first of these that there is, where that is "
-        "measured to be faster. off: none. Without it auto with --draft, else off.",
+        help="Speculative decoding: draft tokens and verify many in one step; answers stay"
+        " the same. draft: drafts of the model that --draft names. mtp: drafts of the"
+        " model's own layer for that, which some models have. lookup: drafts of what "
+        "came after the same tokens before. auto: the first of these that is "
+        "possible, where it is measured to be faster. off: no drafts. Default: auto "
+        "with --draft, or else off.",
     ),
 ]
 DraftOption = Annotated[
@@ -276,15 +279,16 @@ DraftOption = Annotated[
     loading_option(
         "--draft",
         metavar="MODEL",
-        help="A smaller model with the same tokenizer, which drafts tokens that MODEL verifies, "
-        "many in one step: demo-draft for demo. Answers stay the same.",
+        help="A smaller model with the same tokenizer, which drafts tokens for MODEL to "
+        "verify, such as demo-draft for demo. Answers stay the same.",
     ),
 ]
 DraftQuantizeOption = Annotated[
     Quantize | None,
     loading_option(
         "--draft-quantize",
-        help="Quantise the draft's weights, in place of what --dtype and --quantize say for both.",
+        help="Quantise the draft model's weights, instead of what --dtype and --quantize "
+        "say for both models.",
     ),
 ]
 AdapterOption = Annotated[
@@ -292,8 +296,8 @@ AdapterOption = Annotated[
     loading_option(
         "--adapter",
         metavar="PATH",
-        help="A LoRA adapter of the model: a folder as PEFT saves it, or a hub id. It is merged "
-        "into the weights, or applied beside those that the files have quantised.",
+        help="A LoRA adapter of the model: a folder as PEFT saves it, or a hub id. It is "
+        "merged into the weights, or applied beside them if the files are quantised.",
     ),
 ]
 ChatTemplateOption = Annotated[
@@ -301,13 +305,13 @@ ChatTemplateOption = Annotated[
     loading_option(
         "--chat-template",
         metavar="FILE",
-        help="A chat template, in Jinja, in place of all that the model's files have.",
+        help="A file with a Jinja chat template to use instead of the model's own.",
     ),
 ]
 ApiKeyOption = Annotated[
     str | None,
     server_option(
-        "--api-key", metavar="KEY", envvar="INFER_API_KEY", help="The key that the server asks for."
+        "--api-key", metavar="KEY", envvar="INFER_API_KEY", help="The API key of the server."
     ),
 ]
 RevisionOption = Annotated[
@@ -315,13 +319,15 @@ RevisionOption = Annotated[
     loading_option("--revision", metavar="REV", help="Branch, tag or commit of a hub id."),
 ]
 OfflineOption = Annotated[
-    bool, loading_option("--offline", help="Use what has been fetched before, and no network.")
+    bool,
+    loading_option("--offline", help="Use only what has been downloaded before, and no network."),
 ]
 JsonOption = Annotated[
-    bool, output_option("--json", help="Print one JSON object, with more in it than the text has.")
+    bool, output_option("--json", help="Print a JSON object, with more details than the text.")
 ]
 VerboseOption = Annotated[
-    bool, output_option("--verbose", "-v", help="Tell more on standard error, tracebacks included.")
+    bool,
+    output_option("--verbose", "-v", help="Print more on standard error, including tracebacks."),
 ]
 
 
@@ -367,7 +373,7 @@ def parse_host(option: str) -> str:
     if re.fullmatch(r"[\w.-]+|\[[\w:.%]+]|\*", option, re.ASCII):
         return option
     raise typer.BadParameter(
-        f"{shown(option)} is no name of a host, such as example.org, without a port",
+        f"{shown(option)} is not a host name, such as example.org, without a port",
         param_hint="--allowed-host",
     )
 
@@ -377,7 +383,7 @@ def parse_origin(option: str) -> str:
     if re.fullmatch(r"[a-z][a-z0-9+.-]*://[^A-Z\s/?#]+|null|\*", option):
         return option
     raise typer.BadParameter(
-        f"{shown(option)} is no origin, such as https://example.org, without a path",
+        f"{shown(option)} is not an origin, such as https://example.org, without a path",
         param_hint="--cors-origin",
     )
 
@@ -396,7 +402,7 @@ def parse_bytes(option: str | None, name: str) -> int | None:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", option.lower(), re.ASCII)
     if found is None or found[2] not in _UNITS:
         raise typer.BadParameter(
-            f"{shown(option)} is no amount of memory, such as 4GB or 512MiB", param_hint=name
+            f"{shown(option)} is not an amount of memory, such as 4GB or 512MiB", param_hint=name
         )
     return int(float(found[1]) * _UNITS[found[2]])
 
@@ -414,7 +420,7 @@ def parse_counts(option: str | None, name: str) -> list[int]:
         if not first <= last < first + _MOST_COUNTS:
             example = "4096,16384" if name == "--depth" else "1,8,64 or 1-64"
             raise typer.BadParameter(
-                f"{shown(option)} are no numbers like {example}", param_hint=name
+                f"{shown(option)} is not a list of numbers like {example}", param_hint=name
             )
         counts += range(first, last + 1)
     return counts
@@ -426,6 +432,6 @@ def parse_save(option: str | None) -> Path | None:
         return None
     if not option or (option[-1] in "/\\" and not Path(option).is_dir()):
         raise typer.BadParameter(
-            f"{option!r} is neither a file's name nor a folder", param_hint="--save"
+            f"{option!r} is neither a file name nor a folder", param_hint="--save"
         )
     return Path(option)

@@ -22,16 +22,16 @@ _BYTES = 16 << 20  # of an answer, at most
 
 def ps(
     url: Annotated[
-        str, server_option("--url", metavar="URL", help="Where the server is.")
+        str, server_option("--url", metavar="URL", help="The address of the server.")
     ] = "http://127.0.0.1:8000",
     api_key: ApiKeyOption = None,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Say what a running server serves, and how busy it is.
+    """Show the models of a running server, and how busy it is.
 
-    Its models; of those that are loaded the memory that they take on the GPU, the part of the KV
-    cache that answers use, and how many answers are generated and wait.
+    For each loaded model: its GPU memory, how much of the KV cache is in use, and how many answers
+    are running and waiting.
     """
     with exit_codes(verbose):
         show(find(url, api_key), as_json)
@@ -145,4 +145,4 @@ def _get(client: Client, path: str, known: Sequence[int] = (200,)) -> bytes:
 
 
 def _other(client: Client) -> InferError:
-    return InferError(f"What answers at {client.url} is no server of infer.")
+    return InferError(f"The server at {client.url} is not infer.")

@@ -68,15 +68,15 @@ class Adapters:
 
     def text(self) -> str:
         why = {
-            "--device": "--device names it",
-            "INFER_DEVICE": "INFER_DEVICE names it",
-            "best": "the best; --device or INFER_DEVICE would choose another",
+            "--device": "chosen by --device",
+            "INFER_DEVICE": "chosen by INFER_DEVICE",
+            "best": "the best; --device or INFER_DEVICE choose another",
         }
         blocks = []
         for adapter in self.adapters:
             mark = "*" if adapter.index == self.used.index else " "
             blocks.append(f"{mark} {adapter.index}: {adapter.name}\n{_adapter_table(adapter)}")
-        return "\n".join([*blocks, "", f"* is used: {why[self.chosen_by]}."])
+        return "\n".join([*blocks, "", f"* is in use: {why[self.chosen_by]}."])
 
 
 def adapter_json(adapter: AdapterInfo) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class Checks:
                 )
                 lines.append(f"    {result.case}: {detail}")
         agree = "all kernels agree with their references"
-        fail = "some kernels fail, so what it computes cannot be trusted"
+        fail = "some kernels fail, so its results cannot be trusted"
         return "\n".join([*lines, "", f"{self.adapter}: {agree if self.ok else fail}."])
 
 
@@ -189,8 +189,8 @@ class ModelReport:
         chat = "with a chat template" if m.chat_template else "without a chat template"
         bits = 8 * m.disk_bytes / m.parameters
         widened = f", {m.widened} widened" if m.widened else ""
-        parts = f"; of {m.part_of} the text model alone" if m.part_of else ""
-        unused = f"the files' way to quantise {listed(m.ignored)}"
+        parts = f"; only the text model of {m.part_of}" if m.part_of else ""
+        unused = f"how the files quantise {listed(m.ignored)}"
         missing = "missing: the model cannot be run without tokenizer.json"
         fits = {True: "yes", False: "no", None: "unknown"}[m.fits]
         return table(
@@ -206,12 +206,12 @@ class ModelReport:
                 **({} if m.lora is None else {"LoRA": m.lora}),
                 **({} if m.draft is None else {"draft": f"{m.draft}, counted below"}),
                 "weights": f"{size(m.weight_bytes)} in {', '.join(m.dtypes)}{widened} "
-                f"({size(m.disk_bytes)}{f' of {m.name}' if m.draft else ''} on the disk)",
-                "KV cache": f"{size(m.kv_cache_bytes)} for {m.context:,} positions "
+                f"({size(m.disk_bytes)}{f' of {m.name}' if m.draft else ''} on disk)",
+                "KV cache": f"{size(m.kv_cache_bytes)} for {m.context:,} tokens "
                 f"({m.kv_bytes_per_token:,} bytes per token in {m.kv_dtype})",
-                "besides": size(m.other_bytes),
-                "in all": size(m.total_bytes),
-                "context": f"{m.context:,} positions; the model goes up to {m.max_context:,}",
+                "other": size(m.other_bytes),
+                "total": size(m.total_bytes),
+                "context": f"{m.context:,} tokens; the model's maximum is {m.max_context:,}",
                 "adapter": m.adapter.name if m.adapter else "none",
                 "fits": f"{fits}: {m.verdict}",
             }
@@ -230,7 +230,7 @@ class Loading:
     compiling: float
 
     def __str__(self) -> str:
-        kernels = f", {self.compiling:.1f} s of it compiling kernels"
+        kernels = f", of which {self.compiling:.1f} s for compiling kernels"
         return f"{self.seconds:.1f} s" + (kernels if self.compiling >= 0.05 else "")
 
 
@@ -244,15 +244,15 @@ def statistics_text(llm: LLM, result: Result, loading: Loading) -> str:
     generation = f"{result.completion_tokens} tokens"
     if timings.decoded_tokens:
         generation += f", {result.generation_tps:,.1f} tokens/s"
-    drafts = f"{timings.accepted_tokens} of {timings.drafted_tokens} drafted tokens right, "
-    drafts += f"{result.step_tokens:.2f} tokens a step"
+    drafts = f"{timings.accepted_tokens} of {timings.drafted_tokens} drafted tokens accepted, "
+    drafts += f"{result.step_tokens:.2f} tokens per step"
     return table(
         {
             "prompt": prompt,
             "generation": f"{generation}, finish reason {result.finish_reason}",
             **({"drafts": drafts} if timings.drafted_tokens else {}),
             "memory": f"{size(memory.allocated)} on {llm.device.adapter.name} "
-            f"({size(memory.peak)} at most)",
+            f"({size(memory.peak)} peak)",
             "loading": str(loading),
         }
     )

@@ -38,7 +38,7 @@ from infer.cli.options import (
     server_option,
 )
 from infer.cli.terminal import exit_codes, note, table, warnings_as_notes, wrapped, write
-from infer.kernels.errors import InferError
+from infer.kernels.errors import InferError, RequestError
 from infer.progress import ProgressLine, size
 
 if TYPE_CHECKING:
@@ -61,14 +61,18 @@ def serve(
         server_option(
             "--host",
             metavar="HOST",
-            help="The address to listen on: 0.0.0.0 for all of this machine's, which lets others "
-            "in.",
+            help="The address to listen on; 0.0.0.0 for all addresses of this machine, so that"
+            " other machines can connect.",
         ),
     ] = "127.0.0.1",
     port: Annotated[
         int,
         server_option(
-            "--port", metavar="N", min=0, max=65535, help="The port; 0 takes one that is free."
+            "--port",
+            metavar="N",
+            min=0,
+            max=65535,
+            help="The port to listen on; 0 picks a free one.",
         ),
     ] = 8000,
     api_key: Annotated[
@@ -77,8 +81,8 @@ def serve(
             "--api-key",
             metavar="KEY",
             envvar="INFER_API_KEY",
-            help="Serve those alone who send this key. Can be repeated: what the cache keeps "
-            "for one is not found by another. Without it, everybody who can connect is served.",
+            help="Require this API key. Can be repeated: requests with different keys share no"
+            " cached prompts. Default: none, so that everybody who can connect is served.",
         ),
     ] = None,
     cors_origin: Annotated[
@@ -86,8 +90,8 @@ def serve(
         server_option(
             "--cors-origin",
             metavar="ORIGIN",
-            help="Let web pages of this origin ask, such as https://example.org; * of all. Can be "
-            "repeated. Without it, none of another origin.",
+            help="Allow requests of web pages from this origin, such as https://example.org; *"
+            " allows all. Can be repeated. Default: none but the server's own page.",
         ),
     ] = None,
     allowed_host: Annotated[
@@ -95,17 +99,17 @@ def serve(
         server_option(
             "--allowed-host",
             metavar="NAME",
-            help="Answer requests to this name, too, such as one that a proxy passes on; * to any. "
-            "Can be repeated. Without it, those to this machine's own names, or to any with a "
-            "--host that lets others in.",
+            help="Also answer requests to this host name, such as one that a proxy passes on; "
+            "* allows any. Can be repeated. Default: this machine's own names, or any "
+            "with a --host that other machines can connect to.",
         ),
     ] = None,
     strict: Annotated[
         bool,
         server_option(
             "--strict",
-            help="Refuse requests with parameters that are not known. Without it these are "
-            "ignored, which the header X-Infer-Warning says.",
+            help="Refuse requests with unknown parameters. By default, these are ignored and "
+            "named in the header X-Infer-Warning.",
         ),
     ] = False,
     log_level: Annotated[
@@ -113,8 +117,8 @@ def serve(
         server_option(
             "--log-level",
             metavar="LEVEL",
-            help="What standard error is told: error, warning, info, which has a line for each "
-            "request, without its content, or debug, which has /health and /metrics too.",
+            help="How much to log on standard error: error, warning, info (a line for each "
+            "request, without its content) or debug (also for /health and /metrics).",
         ),
     ] = LogLevel.INFO,
     served_name: Annotated[
@@ -122,7 +126,7 @@ def serve(
         server_option(
             "--served-name",
             metavar="NAME",
-            help="What clients call the model. Without it, its own name.",
+            help="The model's name for clients. Default: its own name.",
         ),
     ] = None,
     keep_alive: Annotated[
@@ -131,8 +135,9 @@ def serve(
             "--keep-alive",
             metavar="SECONDS",
             min=0,
-            help="Unload a model that nobody has used for so long; the next request loads it "
-            "again. Without it, only where another one needs its memory.",
+            help="Unload a model that has not been used for this long; the next request loads "
+            "it again. By default, a model is unloaded only when another one needs its "
+            "memory.",
         ),
     ] = None,
     device: DeviceOption = None,
@@ -146,8 +151,8 @@ def serve(
         loading_option(
             "--adapter",
             metavar="NAME=PATH",
-            help="A LoRA adapter, a folder or a hub id, applied beside the weights where a request "
-            "names it as its model. Can be repeated.",
+            help="A LoRA adapter, a folder or a hub id, for requests that name it as their "
+            "model. Can be repeated.",
         ),
     ] = None,
     chat_template: ChatTemplateOption = None,
@@ -158,8 +163,7 @@ def serve(
         loading_option(
             "--max-batch",
             metavar="N",
-            help="Answers that are generated at once, up to 64. Without it 8, or 4 where the CPU "
-            "computes.",
+            help="How many answers to generate at once, up to 64. Default: 8, or 4 on the CPU.",
         ),
     ] = None,
     cache_memory: Annotated[
@@ -167,8 +171,8 @@ def serve(
         loading_option(
             "--cache-memory",
             metavar="SIZE",
-            help="For keys and values of all answers, such as 4GB. Without it, what one context "
-            "takes, and 1,024 positions for each other answer.",
+            help="Memory for the KV cache of all answers, such as 4GB. Default: what one full "
+            "context takes, and 1,024 tokens for each other answer.",
         ),
     ] = None,
     invariant: InvariantOption = False,
@@ -177,17 +181,17 @@ def serve(
     draft_quantize: DraftQuantizeOption = None,
     verbose: VerboseOption = False,
 ) -> None:
-    """Serve models to programs, as an API, and to people, as a page.
+    """Serve models over HTTP: APIs for programs, and a page to chat on.
 
-    The APIs are those of OpenAI, Anthropic and Ollama. As many answers as --max-batch says are
-    generated at once; others wait. Of several models each is loaded when it is first asked for, and
-    the one that was used longest ago is unloaded where memory ends. Ctrl-C, or SIGTERM, lets
-    running answers end, for 30 seconds at most.
+    The APIs are those of OpenAI, Anthropic and Ollama. Up to --max-batch answers are generated at
+    once; others wait. Of several models, each is loaded at its first request, and the least
+    recently used one is unloaded when memory runs out. Ctrl-C, or SIGTERM, stops the server after
+    running answers have ended, or after 30 seconds.
     """
     with exit_codes(verbose):
         nbytes = parse_bytes(cache_memory, "--cache-memory")
         if "" in (api_key or ()):
-            raise typer.BadParameter("an empty key keeps nobody out", param_hint="--api-key")
+            raise typer.BadParameter("the key must not be empty", param_hint="--api-key")
         origins = [parse_origin(each) for each in cors_origin or ()]
         allowed = [parse_host(each) for each in allowed_host or ()]
         adapters = dict(map(parse_adapter, adapter or ()))
@@ -196,10 +200,9 @@ def serve(
             *(chat_template, draft, draft_quantize),
         )
         if len(models) > 1 and any(given is not None for given in of_one):
-            raise typer.BadParameter(
+            raise RequestError(
                 "--served-name, --revision, --adapter, --chat-template, --draft and "
-                "--draft-quantize belong to one model",
-                param_hint="MODEL",
+                "--draft-quantize can only be given with a single model."
             )
         with needs_extra("infer serve"):
             from infer.server.host import Host
@@ -310,10 +313,10 @@ def _screen(host: Host, address: str) -> str:
     if (llm := host.only) is not None:
         memory = llm.stats().memory
         rows["memory"] = f"{size(memory.allocated)} on {llm.gpu.name}"
-        rows["slots"] = f"{llm.slots} answers at once, each of {llm.context:,} positions at most"
+        rows["slots"] = f"{llm.slots} answers at once, each of up to {llm.context:,} tokens"
         chat = llm.tokenizer.has_chat_template
     else:
-        rows["loaded"] = "each when it is first asked for"
+        rows["loaded"] = "each at its first request"
         asked = f'"model": {json.dumps(names[0])}, '
     asked += '"messages": [{"role": "user", "content": "Hello"}]' if chat else '"prompt": "Hello"'
     key = " -H 'Authorization: Bearer KEY'" if host.options.api_keys else ""
@@ -321,5 +324,5 @@ def _screen(host: Host, address: str) -> str:
     return (
         f"{about}\n\ncurl {address}/v1/{'chat/' * chat}completions{key} \\\n"
         f"  -H 'Content-Type: application/json' -d '{{{asked}, \"max_tokens\": 50}}'\n\n"
-        "Ctrl-C ends it.\n"
+        "Ctrl-C stops the server.\n"
     )

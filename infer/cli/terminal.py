@@ -273,14 +273,14 @@ def write_json(value: Mapping[str, Any]) -> None:
 
 def read_prompt(given: str | None) -> str:
     """The prompt: as given, or what standard input holds, without its last line end, where "-" or
-    nothing is given. Raises typer.BadParameter without a prompt, RequestError for an empty one."""
+    nothing is given. Raises RequestError without a prompt, and for an empty one."""
     if given is not None and given != "-":
         # Of arguments that are not UTF-8, Python has kept the bytes.
         text = _of_bytes(given.encode("utf-8", sys.getfilesystemencodeerrors()), "The prompt")
     elif sys.stdin is None or (given is None and is_terminal(sys.stdin)):
-        raise typer.BadParameter(
-            'give it after the model, as in infer run demo "Why is the sky blue?", or pipe it in',
-            param_hint="PROMPT",
+        raise RequestError(
+            'Give a prompt after the model, as in infer run demo "Why is the sky blue?", or pipe '
+            "one in."
         )
     else:
         text = re.sub(r"\r?\n\Z", "", _of_bytes(sys.stdin.buffer.read(), "Standard input"))
@@ -309,7 +309,9 @@ def read_schema(path: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{path} is not JSON: {reason(error)}") from None
     if not isinstance(schema, dict):
-        raise RequestError(f"{path} is no JSON schema, which is an object: {shown(schema)}.")
+        raise RequestError(
+            f"{path} is not a JSON schema, which must be an object: {shown(schema)}."
+        )
     return schema
 
 

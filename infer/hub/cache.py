@@ -20,6 +20,7 @@ from typing import Any
 from infer.hub.download import COMMIT, Progress, cache_folder
 from infer.hub.resolving import (
     DEMO,
+    DEMO_DRAFT,
     find_gguf,
     gguf_id,
     is_gguf_model,
@@ -66,7 +67,7 @@ def pull(
     a local model is a ModelNotFoundError."""
     if _is_local(model):
         raise ModelNotFoundError(
-            f"{model} is here already, so there is nothing to fetch. Give a hub id such as "
+            f"{model} is already here, so there is nothing to download. Give a hub id such as "
             "org/name."
         )
     fetched = False
@@ -83,7 +84,9 @@ def pull(
 
 def _is_local(model: str) -> bool:
     path = local_path(model)
-    return model == DEMO or (bool(model) and path is not None and os.path.exists(path))
+    return model in (DEMO, DEMO_DRAFT) or (
+        bool(model) and path is not None and os.path.exists(path)
+    )
 
 
 # What is there
@@ -340,10 +343,12 @@ def find_deletion(model: str, revision: str | None = None) -> Deletion:
 
     Raises ModelNotFoundError for what is not in the cache.
     """
+    if model in (DEMO, DEMO_DRAFT):
+        raise ModelNotFoundError(f"{model} is included in the package and cannot be deleted.")
     if _is_local(model):
         raise ModelNotFoundError(
-            f"{model} is a local model, which is not deleted. Give one of those that `infer list` "
-            "shows; where a folder here has the same name, with hf.co/ before it."
+            f"{model} is a local file or folder, which infer does not delete. Give a model that "
+            "`infer list` shows, with hf.co/ before it if a folder here has the same name."
         )
     of_hub, repository = model_of_hub(model, revision)
     folder, revision = repository.folder, repository.revision

@@ -126,8 +126,8 @@ class Repository:
             ) from None
         if revision is not None and not (isinstance(revision, str) and is_path(revision)):
             raise ModelNotFoundError(
-                f"{revision!r} is no revision. Give a branch, a tag or a commit of {id}, such as "
-                "main, or leave it out."
+                f"{revision!r} is not a revision. Give a branch, a tag or a commit of {id}, such "
+                "as main, or leave it out."
             )
         self.id, self.given, self.revision = id, given, revision
         self.folder = cache_folder() / f"models--{id.replace('/', '--')}"

@@ -51,7 +51,7 @@ def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
         ) from error
     except (TypeError, KeyError) as error:
         raise TokenizerError(
-            f"The chat templates of {folder} are no text, nor a list of names and templates. "
+            f"The chat templates of {folder} are neither text nor a list of names and templates. "
             "Fetch the model again."
         ) from error
     if not all(isinstance(part, str) for item in templates.items() for part in item):
@@ -90,7 +90,7 @@ def own_template(given: str | Path) -> str:
         wrong = "it is JSON"
     if wrong is not None:
         raise RequestError(
-            f"{what} is no chat template: {wrong}. Give a file in Jinja, such as "
+            f"{what} is not a chat template: {wrong}. Give a file in Jinja, such as "
             "chat_template.jinja in a model's folder."
         )
     return source

@@ -160,7 +160,7 @@ def _token(value: Any) -> tokenizers.AddedToken:
         return tokenizers.AddedToken(value, special=True)
     except TypeError as error:
         raise TokenizerError(
-            f"{shown(value)} in tokenizer_config.json is no token: {error}."
+            f"{shown(value)} in tokenizer_config.json is not a token: {error}."
         ) from error
 
 

@@ -240,7 +240,7 @@ class _Metadata:
     def token_id(self, key: str, count: int) -> int | None:
         number: int | None = self.get(key, int)
         if number is not None and not 0 <= number < count:
-            raise self.error(f"{_KEY}{key} = {number} is no token of {count}")
+            raise self.error(f"{_KEY}{key} = {number} is not one of the {count} tokens")
         return number
 
     def error(self, what: str) -> TokenizerError:

@@ -400,7 +400,7 @@ def _value(text: str, argument: Argument) -> str:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _dumps(value: object) -> str:

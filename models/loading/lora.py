@@ -301,7 +301,9 @@ def _matrices(
         )
     flat = [i.name for pair in halves.values() for i in pair.values() if len(i.shape) != 2]
     if flat:
-        raise UnsupportedError(f"{name} has tensors that are no matrices: {listed(flat)}. {_MERGE}")
+        raise UnsupportedError(
+            f"{name} has tensors that are not matrices: {listed(flat)}. {_MERGE}"
+        )
     return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}
 
 

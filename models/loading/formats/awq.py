@@ -42,7 +42,7 @@ class Awq(Format):
         key = "q_group_size" if "q_group_size" in config.values else "group_size"
         self.group: int = config.get(key, 128, int)
         if self.group != -1 and self.group < 1:
-            raise UnsupportedError(f"{config.place}: {key} = {self.group} is no size.")
+            raise UnsupportedError(f"{config.place}: {key} = {self.group} is not a size.")
 
     def matrix(self, checkpoint: Checkpoint, key: str, shape: Sequence[int]) -> Packed | None:
         module = key.removesuffix(".weight")

@@ -208,7 +208,8 @@ def _read_group(config: RawConfig, layout: str) -> _Group:
             endless = True
         if endless:
             raise UnsupportedError(
-                f"{config.place}: the target {shown(pattern)} is no pattern, or repeats too much."
+                f"{config.place}: the target {shown(pattern)} is not a pattern, or repeats too "
+                "much."
             )
     weights = config.section("weights")
     weights.expect("dynamic", False)
@@ -229,12 +230,12 @@ def _read_group(config: RawConfig, layout: str) -> _Group:
     strategy = weights.get("strategy", default, str)
     weights.expect("strategy", default, "tensor", "channel", "group", "block")
     if strategy == "group" and (group is None or group < 1):
-        raise UnsupportedError(f"{weights.place}: group_size = {group} is no size.")
+        raise UnsupportedError(f"{weights.place}: group_size = {group} is not a size.")
     block = weights.get("block_structure", [0, 0], list)
     if strategy == "block" and not (
         len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     ):
-        raise UnsupportedError(f"{weights.place}: block_structure = {shown(block)} is no size.")
+        raise UnsupportedError(f"{weights.place}: block_structure = {shown(block)} is not a size.")
     symmetric = weights.get("symmetric", True, bool)
     if not symmetric and (strategy not in ("group", "channel") or not integers):
         raise UnsupportedError(f"{weights.place}: zero points of a {strategy} are not implemented.")

@@ -54,7 +54,7 @@ class Fp8(Format):
             len(block) == 2 and all(type(size) is int and size > 0 for size in block)
         ):
             raise UnsupportedError(
-                f"{config.place}: weight_block_size = {shown(block)} is no size."
+                f"{config.place}: weight_block_size = {shown(block)} is not a size."
             )
         self.block: tuple[int, int] | None = (block[0], block[1]) if block else None
 

@@ -222,7 +222,7 @@ def _read_header(header: _Header, size: int) -> tuple[dict[str, Any], dict[str, 
     if magic != b"GGUF":
         lfs = magic == b"vers"
         raise CheckpointError(
-            f"{file} is no GGUF file. "
+            f"{file} is not a GGUF file. "
             + ("It is a Git LFS pointer: run `git lfs pull` there." if lfs else _AGAIN)
         )
     version = header.number("<u4")

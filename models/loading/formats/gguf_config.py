@@ -327,7 +327,7 @@ def _longrope(gguf: Gguf, raw: RawConfig) -> dict[str, Any]:
     """A factor for each pair, as Phi-3 has them, and one on cos and sin."""
     infos = {key: _tensor(gguf, name) for key, name in _LONGROPE.items()}
     if odd := [info.name for info in infos.values() if info.dtype not in FLOATS]:
-        raise CheckpointError(f"{gguf.file}: {listed(odd)} are no floats.")
+        raise CheckpointError(f"{gguf.file}: {listed(odd)} are not floats.")
     factors = {key: read_rows(info).reshape(-1).tolist() for key, info in infos.items()}
     original = raw.size("rope.scaling.original_context_length")
     attention = raw.get("rope.scaling.attn_factor", None, float)

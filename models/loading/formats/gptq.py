@@ -41,7 +41,7 @@ class Gptq(Format):
         self.bits: int = config.get("bits", 4, int)
         self.group: int = config.get("group_size", 128, int)
         if self.group != -1 and self.group < 1:
-            raise UnsupportedError(f"{config.place}: group_size = {self.group} is no size.")
+            raise UnsupportedError(f"{config.place}: group_size = {self.group} is not a size.")
         self.symmetric: bool = config.get("sym", True, bool)
         self.act_order: bool = config.get("desc_act", False, bool)
         config.expect("is_marlin_format", False)
