@@ -311,7 +311,7 @@ class Linear(Projection):
                 low.emit(
                     "matmul_combine",
                     [*written, *rest],
-                    tile_grid(-(-n // 64), 1),
+                    tile_grid(-(-n // 256), 1),
                     {name: params[name] for name in names}
                     | {"N": n, "START": shard.start, "SUMS_STRIDE": stride(n)}
                     | {"SPLITS": tile.splits, "SPLIT_ROWS": padded_rows(rows)},
