@@ -347,8 +347,8 @@ class LLM:
             the same one, so that nobody else can tell by the time taken what was asked.
         tools: functions that the answer may call, in OpenAI's form, or Python functions, described
             by their signatures and docstrings.
-        tool_choice: "none", "auto", "required", or one function, as {"type": "function",
-            "function": {"name"}}.
+        tool_choice: "none", "auto", "required", or the name of the only one that may be called,
+            also as {"type": "function", "function": {"name"}}.
         parallel_tool_calls: whether there may be several calls.
 
         In answers to messages, reasoning and calls are told apart from the text. In answers to

@@ -482,10 +482,12 @@ def test_a_call_that_a_limit_cuts(llm: LLM, address: str, engine: ForcedEngine) 
 # In process, where the model chooses what the grammar leaves it
 
 
-def test_calls_that_must_come(llm: LLM) -> None:
-    named = {"type": "function", "function": {"name": "get_weather"}}
+@pytest.mark.parametrize(
+    "named", ["get_weather", {"type": "function", "function": {"name": "get_weather"}}]
+)
+def test_calls_that_must_come(llm: LLM, named: str | dict[str, Any]) -> None:
     options: dict[str, Any] = {"tool_choice": named, "parallel_tool_calls": False}
-    stream = llm.stream(MESSAGES, tools=[WEATHER], **options)
+    stream = llm.stream(MESSAGES, tools=[NOW, WEATHER], **options)
     pieces = [delta for chunk in stream for delta in chunk.tool_calls]
     (call,) = stream.result.tool_calls
     assert (stream.result.finish_reason, stream.result.text) == ("tool_calls", "")

@@ -16,7 +16,7 @@ from infer.kernels.errors import RequestError
 # {"type": "function", "function": {"name", "description", "parameters": a JSON schema, "strict"}},
 # or a Python function, which its signature and docstring describe.
 Tool = Mapping[str, Any] | Callable[..., Any]
-# "none", "auto", "required", or {"type": "function", "function": {"name"}}
+# "none", "auto", "required", or a tool's name, also as {"type": "function", "function": {"name"}}
 ToolChoice = str | Mapping[str, Any]
 
 MAX_TOOLS = 1024
@@ -105,21 +105,11 @@ def check_tools(
         raise RequestError(
             f"parallel_tool_calls must be true or false, not {shown(parallel_tool_calls)}."
         )
-    named = None
-    if isinstance(tool_choice, Mapping):
-        function = tool_choice.get("function")
-        named = function.get("name") if isinstance(function, Mapping) else None
-        if tool_choice.get("type") != "function" or not isinstance(named, str):
-            raise RequestError(
-                'tool_choice must be "none", "auto", "required" or {"type": "function", '
-                f'"function": {{"name": ...}}}}, not {shown(tool_choice)}.'
-            )
-        if named not in names:
-            raise RequestError(f"tool_choice names {shown(named)}, which is not among the tools.")
-    elif tool_choice not in ("none", "auto", "required"):
+    named = None if tool_choice in ("none", "auto", "required") else _named(tool_choice)
+    if named is not None and named not in names:
         raise RequestError(
-            f'tool_choice must be "none", "auto", "required" or name a function, not '
-            f"{shown(tool_choice)}."
+            f"tool_choice names {shown(named)}, which is not among the tools. It can be one of "
+            'their names, "none", "auto" or "required".'
         )
     if tool_choice == "required" and not offered:
         raise RequestError("tool_choice is required, and there are no tools.")
@@ -127,6 +117,20 @@ def check_tools(
         return Tools(None)
     required = tool_choice == "required" or named is not None
     return Tools(offered, required, named, parallel_tool_calls)
+
+
+def _named(choice: object) -> str:
+    """The name of the tool that has to be called. Raises RequestError."""
+    name = choice
+    if isinstance(choice, Mapping):
+        function = choice.get("function") if choice.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise RequestError(
+            'tool_choice must be "none", "auto", "required", the name of a tool, or {"type": '
+            f'"function", "function": {{"name": ...}}}}, not {shown(choice)}.'
+        )
+    return name
 
 
 def _checked(tools: object) -> list[dict[str, Any]]:
