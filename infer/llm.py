@@ -378,7 +378,7 @@ class LLM:
             template_args["tools"] = checked.offered
         elif checked.offered is not None and isinstance(prompt, str):
             raise RequestError("tools belong to chat messages, and the prompt is a text.")
-        ids = self.encode(prompt, **template_args)
+        ids = [*chain.from_iterable(self.encode_pieces(prompt, template_args))]
         self._engine.check_prompt(ids)
         if is_chat:
             for text in self.tokenizer.left_out(cast(Sequence[Message], prompt), **template_args):
@@ -479,7 +479,10 @@ class LLM:
 
     def encode(self, prompt: Prompt, /, **template_args: Any) -> list[int]:
         """The token ids of a prompt, as `generate` takes it. template_args: of a chat, as for
-        `Tokenizer.encode_chat`: add_generation_prompt, continue_final_message, tools, …"""
+        `Tokenizer.encode_chat`: add_generation_prompt, continue_final_message, …; and tools, as for
+        `stream`."""
+        if "tools" in template_args:
+            template_args["tools"] = check_tools(template_args["tools"]).offered
         return [*chain.from_iterable(self.encode_pieces(prompt, template_args))]
 
     def encode_pieces(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -148,10 +149,13 @@ def test_what_takes_long_to_prepare_is_done_in_another_thread(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
-    encode = llm.encode
-    monkeypatch.setattr(
-        llm, "encode", lambda *args: (threads.append(threading.get_ident()), encode(*args))[1]
-    )
+    encode = llm.encode_pieces
+
+    def encode_pieces(*arguments: Any) -> Iterator[list[int]]:
+        threads.append(threading.get_ident())
+        return encode(*arguments)
+
+    monkeypatch.setattr(llm, "encode_pieces", encode_pieces)
     asyncio.run(llm.agenerate("One", max_tokens=1))
     assert threads
     assert threading.get_ident() not in threads

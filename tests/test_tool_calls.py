@@ -578,6 +578,19 @@ def test_functions_of_python_as_tools(llm: LLM) -> None:
     assert "<think>Hm.</think><tool_call>get_weather(Oslo)<|end|><|tool|>Cold.<|end|>" in prompt
 
 
+@pytest.mark.usefixtures("with_template")
+def test_a_prompt_with_functions_is_encoded_as_it_is_generated(llm: LLM) -> None:
+    tools = [get_weather, NOW]
+    ids = llm.encode(MESSAGES, tools=tools)
+    assert llm.stream(MESSAGES, tools=tools).result.prompt_tokens == len(ids)
+    assert "The weather of a city." in llm.decode(ids, skip_special_tokens=False)
+    assert (
+        llm.encode(MESSAGES, tools=[]) == llm.encode(MESSAGES, tools=None) == llm.encode(MESSAGES)
+    )
+    with pytest.raises(RequestError, match=r"tools\[0\] must be"):
+        llm.encode(MESSAGES, tools=["get_weather"])
+
+
 def test_a_stop_string_and_a_limit_within_an_answer(llm: LLM) -> None:
     def chat(text: str, **options: Any) -> infer.Result:
         with saying(llm, text):
