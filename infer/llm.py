@@ -346,7 +346,8 @@ class LLM:
         cache_salt: a text. What the cache keeps of prompt and answer is reused only by calls with
             the same one, so that nobody else can tell by the time taken what was asked.
         tools: functions that the answer may call, in OpenAI's form, or Python functions, described
-            by their signatures and docstrings.
+            by their signatures and docstrings; `ToolCall.parsed` has arguments as the types that
+            these take.
         tool_choice: "none", "auto", "required", or the name of the only one that may be called,
             also as {"type": "function", "function": {"name"}}.
         parallel_tool_calls: whether there may be several calls.
@@ -683,6 +684,7 @@ class LLM:
         keep = None if reading is None else reading.keep
         detokenizer = StreamingDetokenizer(self.tokenizer, ids, keep)
         stop = StopStrings(params.stop)
+        functions = None if reading is None else reading.tools.python
 
         def chunk(text: str, token: int | None, logprob: TokenLogprob | None = None) -> Chunk:
             thinking = parser is not None and parser.is_thinking
@@ -693,7 +695,7 @@ class LLM:
             result.text += pieces.text
             result.reasoning += pieces.reasoning
             result.reasoning_tokens += thinking and token is not None
-            add_deltas(result.tool_calls, pieces.tool_calls)
+            add_deltas(result.tool_calls, pieces.tool_calls, functions)
             if parser is not None and parser.unfinished is not None:
                 del result.tool_calls[parser.unfinished :]
             return Chunk(pieces.text, token, logprob, pieces.reasoning, tuple(pieces.tool_calls))

@@ -1,0 +1,372 @@
+"""Python functions as tools: schemas and values of their annotations are those of pydantic."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date, datetime, time
+from enum import Enum, IntEnum
+from typing import Any, Literal, Optional
+
+import pytest
+
+from infer import RequestError, ToolCall, ToolCallDelta
+from infer.text.tools import add_deltas, check_tools
+
+pydantic = pytest.importorskip("pydantic")
+
+
+class Unit(Enum):
+    METRIC = "metric"
+    IMPERIAL = "imperial"
+
+
+class Level(IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Mixed(Enum):
+    NAME = "a"
+    NUMBER = 2
+    NONE = None
+
+
+@dataclass
+class Place:
+    """A place on a map."""
+
+    name: str
+    at: tuple[float, float] = (0.0, 0.0)
+    units: list[Unit] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.name == "nowhere":
+            raise ValueError("it is nowhere")
+
+
+@dataclass
+class Trip:
+    start: Place
+    day: date | None = None
+    stops: Sequence[Place] = field(default_factory=list)
+
+
+def schemas(function: Callable[..., Any]) -> dict[str, Any]:
+    """Of the parameters of a function."""
+    (tool,) = check_tools([function]).offered or ()
+    properties: dict[str, Any] = tool["function"]["parameters"]["properties"]
+    return properties
+
+
+def annotated(hint: object, **more: Any) -> Callable[..., Any]:
+    def function(x: Any) -> None: ...
+
+    function.__annotations__ = {"x": hint}
+    return function
+
+
+def called(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """The arguments of a call, as it comes."""
+    tools, calls = check_tools([function]), list[ToolCall]()
+    (name,) = tools.functions or ()
+    text = json.dumps(arguments)
+    deltas = [ToolCallDelta(0, "1", name), ToolCallDelta(0, arguments=text)]
+    add_deltas(calls, deltas, tools.python)
+    return calls[0].parsed()
+
+
+def told(schema: Any) -> Any:
+    """A schema of pydantic's without its titles, and without what any value fits."""
+    if isinstance(schema, list):
+        return [*map(told, schema)]
+    if not isinstance(schema, dict):
+        return schema
+    ways = {"items": {}, "additionalProperties": True}
+    kept = {
+        name: told(each)
+        for name, each in schema.items()
+        if ways.get(name, ...) != each and not (name == "title" and isinstance(each, str))
+    }
+    return kept
+
+
+ANNOTATIONS: list[tuple[Any, list[Any]]] = [
+    (str, ["a", ""]),
+    (int, [3, -1]),
+    (float, [3, 0.5]),
+    (bool, [True]),
+    (None, [None]),
+    (Any, [1, [None], {"a": "b"}]),
+    (list, [[1, "a"]]),
+    (list[int], [[1], []]),
+    (Sequence[bool], [[True]]),
+    (list[list[Unit]], [[["metric"], []]]),
+    (dict, [{"a": 1}]),
+    (dict[str, Any], [{"a": 1}]),
+    (dict[str, date], [{"a": "2026-12-31"}]),
+    (Mapping[str, float], [{"a": 1}]),
+    (tuple, [[1, "a"]]),
+    (tuple[int, ...], [[1, 2, 3], []]),
+    (tuple[int, str, Unit], [[1, "a", "imperial"]]),
+    (Optional[int], [None, 3]),  # noqa: UP045
+    (int | str, [3, "3"]),
+    (float | int, [3, 0.5]),
+    (bool | int | None, [True, 1, None]),
+    (date | str, ["2026-12-31", "today"]),
+    (str | date, ["2026-12-31"]),
+    (list[Place | Unit], [["metric", {"name": "a"}]]),
+    (date, ["2026-12-31"]),
+    (time, ["23:59:59Z", "10:00:00.25+02:00"]),
+    (datetime, ["2026-12-31T23:59:59Z", "2026-12-31t23:59:59.5z", "2026-12-31T10:00:00-05:30"]),
+    (Unit, ["metric"]),
+    (Level, [1]),
+    (Mixed, ["a", 2, None]),
+    (Literal["a", "b"], ["b"]),
+    (Literal[1, 2, "a", None], [2, "a", None]),
+    (Literal[True, 0], [True, 0]),
+    (Place, [{"name": "Oslo"}, {"name": "Rome", "at": [1, 2.5], "units": ["metric"]}]),
+    (Trip, [{"start": {"name": "a"}, "day": "2026-12-31", "stops": [{"name": "b"}]}]),
+]
+
+
+@pytest.mark.parametrize(
+    ("hint", "values"), ANNOTATIONS, ids=[str(each) for each, _ in ANNOTATIONS]
+)
+def test_annotations_mean_what_they_mean_to_pydantic(hint: Any, values: list[Any]) -> None:
+    adapter = pydantic.TypeAdapter(hint)
+    function = annotated(hint)
+    own = schemas(function)["x"]
+    known = adapter.json_schema()
+    definitions = known.pop("$defs", {})
+
+    def whole(schema: Any) -> Any:
+        """With definitions where they belong."""
+        if isinstance(schema, list):
+            return [*map(whole, schema)]
+        if not isinstance(schema, dict):
+            return schema
+        if "$ref" in schema:
+            return whole(definitions[schema["$ref"].removeprefix("#/$defs/")])
+        made = {name: whole(each) for name, each in schema.items()}
+        if "enum" in made:  # as transformers: the type stands beside the values
+            kinds = {str: "string", int: "integer", bool: "boolean", type(None): "null"}
+            found = [*dict.fromkeys(kinds[type(each)] for each in made["enum"])]
+            made["type"] = found if len(found) > 1 else found[0]
+        if "properties" in made:  # others are an error of the dataclass
+            made["additionalProperties"] = False
+        return made
+
+    assert own == told(whole(known))
+    for value in values:
+        read = called(function, x=value)["x"]
+        expected = adapter.validate_json(json.dumps(value))
+        assert read == expected
+        assert type(read) is type(expected)
+
+
+WRONG: list[tuple[Any, Any, str]] = [
+    (str, 3, "function.x must be a string, not 3."),
+    (int, "3", "function.x must be an integer, not '3'."),
+    (int, True, "function.x must be an integer, not True."),
+    (int, 3.5, "function.x must be an integer, not 3.5."),
+    (float, "x", "function.x must be a number, not 'x'."),
+    (bool, 1, "function.x must be true or false, not 1."),
+    (None, 0, "function.x must be null, not 0."),
+    (list[int], 3, "function.x must be an array, not 3."),
+    (list[int], [1, "a"], "function.x[1] must be an integer, not 'a'."),
+    (tuple[int, int], [1], "function.x must be an array of 2, not [1]."),
+    (tuple[int, ...], [1, None], "function.x[1] must be an integer, not None."),
+    (dict, [], "function.x must be an object, not []."),
+    (dict[str, int], {"a": "b"}, "function.x.a must be an integer, not 'b'."),
+    (date, "soon", "function.x must be as 2026-12-31, not 'soon'."),
+    (datetime, 3, "function.x must be as 2026-12-31T23:59:59Z, not 3."),
+    (Unit, "feet", "function.x must be one of 'metric', 'imperial', not 'feet'."),
+    (Literal[1, 2], "1", "function.x must be one of 1, 2, not '1'."),
+    (int | None, "a", "function.x must be an integer, not 'a', or must be null, not 'a'."),
+    (Place, "Oslo", "function.x must be an object, not 'Oslo'."),
+    (Place, {}, "function.x needs name."),
+    (Place, {"name": "a", "at": [0, "b"]}, "function.x.at[1] must be a number, not 'b'."),
+    (Place | None, {"name": 1}, "function.x.name must be a string, not 1."),
+]
+
+
+@pytest.mark.parametrize(("hint", "value", "said"), WRONG, ids=[each[2] for each in WRONG])
+def test_arguments_that_a_function_does_not_take(hint: Any, value: Any, said: str) -> None:
+    """A model that is told so often mends it."""
+    with pytest.raises(pydantic.ValidationError):
+        pydantic.TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
+    with pytest.raises(ValueError, match=r"^function") as wrong:
+        called(annotated(hint), x=value)
+    assert str(wrong.value) == said
+
+
+def test_errors_of_a_dataclass() -> None:
+    with pytest.raises(ValueError, match=r"^function\.x is no Place: it is nowhere\.$"):
+        called(annotated(Place), x={"name": "nowhere"})
+    with pytest.raises(ValueError, match=r"^function\.x takes no color\.$"):
+        called(annotated(Place), x={"name": "a", "color": "red"})
+
+
+def forecast(  # type: ignore[no-untyped-def]
+    where,
+    when: date = date(2026, 12, 31),
+    units: Unit = Unit.METRIC,
+    near: Place = Place("Oslo", (59.9, 10.7)),  # noqa: B008
+    *,
+    days: int = 3,
+    name: str | None = None,
+    other: object = object(),
+    most: float = float("inf"),
+) -> str:
+    """The weather there."""
+    return "rain"
+
+
+def test_defaults_are_in_the_schema() -> None:
+    (tool,) = check_tools([forecast]).offered or ()
+    parameters = tool["function"]["parameters"]
+    assert parameters["required"] == ["where"]
+    assert {k: v["default"] for k, v in parameters["properties"].items() if "default" in v} == {
+        "when": "2026-12-31",
+        "units": "metric",
+        "near": {"name": "Oslo", "at": [59.9, 10.7], "units": []},
+        "days": 3,
+        "name": None,
+    }
+    assert parameters["properties"]["where"] == {}  # without an annotation: anything
+    assert called(forecast, where=[1], units="imperial") == {"where": [1], "units": Unit.IMPERIAL}
+
+
+class Weather:
+    """Where it rains."""
+
+    def __call__(self, city: str, day: date | None = None) -> str:
+        """Whether it rains."""
+        return city
+
+    def in_city(self, city: str) -> str:
+        """Here."""
+        return city
+
+    @classmethod
+    def made(cls, city: str) -> str:
+        """Made."""
+        return city
+
+
+class Plain:
+    """Says a number."""
+
+    def __call__(self, number: int) -> int:
+        return number
+
+
+def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named)
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "description", "properties", "arguments"),
+    [
+        (Weather(), "Weather", "Whether it rains.", ["city", "day"], {"day": "2026-12-31"}),
+        (Weather().in_city, "in_city", "Here.", ["city"], {"city": "a"}),
+        (Weather.made, "made", "Made.", ["city"], {"city": "a"}),
+        (Plain(), "Plain", "Says a number.", ["number"], {"number": 3}),
+        (Place, "Place", "A place on a map.", ["name", "at", "units"], {"name": "a", "at": [0, 1]}),
+        (decorated(forecast), "forecast", "The weather there.", None, {"when": "2026-12-31"}),
+        (functools.cache(forecast), "forecast", "The weather there.", None, {"days": 3}),
+        (
+            functools.partial(forecast, "Oslo", days=3),
+            "forecast",
+            "The weather there.",
+            ["when", "units", "near", "name", "other", "most"],
+            {"when": "2026-12-31"},
+        ),
+        (
+            functools.partial(Weather(), day=None),
+            "Weather",
+            "Whether it rains.",
+            ["city"],
+            {"city": "a"},
+        ),
+    ],
+)
+def test_whatever_can_be_called(
+    function: Callable[..., Any],
+    name: str,
+    description: str,
+    properties: list[str] | None,
+    arguments: dict[str, Any],
+) -> None:
+    (tool,) = check_tools([function]).offered or ()
+    assert (tool["function"]["name"], tool["function"]["description"]) == (name, description)
+    own = tool["function"]["parameters"]["properties"]
+    assert [*own] == (properties or [*schemas(forecast)])
+    given = {"where": ""} if "where" in own else {"city": ""} if "city" in own else {}
+    read = called(function, **given | arguments)
+    assert function(**read) is not None
+    if "when" in read or read.get("day"):
+        assert date(2026, 12, 31) in read.values()
+
+
+def test_a_call_changes_nothing_that_a_partial_gives() -> None:
+    own = functools.partial(forecast, days=3)
+    with pytest.raises(ValueError, match=r"^forecast takes no days\.$"):
+        called(own, where="Oslo", days=4)
+    with pytest.raises(ValueError, match=r"^forecast needs where\.$"):
+        called(own)
+
+
+def several(*cities: str) -> None: ...
+
+
+def others(city: str, **more: str) -> None: ...
+
+
+def positional(city: str, /) -> None: ...
+
+
+class Empty(Enum):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (several, r"tools\[0\]: several takes \*cities: "),
+        (others, r"tools\[0\]: others takes \*\*more: "),
+        (positional, r"tools\[0\]: positional takes city: "),
+        (print, r"tools\[0\]: print takes \*args"),
+        (
+            annotated(3),
+            r"tools\[0\]: the parameter x of function must be annotated with str, .*not",
+        ),
+        (annotated(Empty), "must be annotated with"),
+        (annotated("Missing"), r"tools\[0\]: function cannot be described: name 'Missing' is not"),
+        (lambda x: x, "must be 1 to 128 letters"),
+    ],
+)
+def test_functions_that_cannot_be_described(function: Callable[..., Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        check_tools([function])
+
+
+def test_a_call_is_plain_but_for_its_arguments() -> None:
+    tools, calls = check_tools([forecast]), list[ToolCall]()
+    add_deltas(calls, [ToolCallDelta(0, "1", "forecast", '{"where": 1}')], tools.python)
+    (call,) = calls
+    assert call == ToolCall("1", "forecast", '{"where": 1}')
+    assert asdict(call) == {"id": "1", "name": "forecast", "arguments": '{"where": 1}'}
+    assert "_function" not in repr(call)
+    for copied in (pickle.loads(pickle.dumps(call)), copy.deepcopy(call)):
+        assert copied == call
+        assert copied.parsed() == {"where": 1}
