@@ -6,18 +6,23 @@ import copy
 import functools
 import json
 import pickle
+import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date, datetime, time
 from enum import Enum, IntEnum
+from pathlib import Path
 from typing import Any, Literal, Optional
 
 import pytest
 
 from infer import RequestError, ToolCall, ToolCallDelta
+from infer.text.docstrings import read_docstring
 from infer.text.tools import add_deltas, check_tools
 
 pydantic = pytest.importorskip("pydantic")
+
+DATA = Path(__file__).parent / "data" / "functions"
 
 
 class Unit(Enum):
@@ -370,3 +375,135 @@ def test_a_call_is_plain_but_for_its_arguments() -> None:
     for copied in (pickle.loads(pickle.dumps(call)), copy.deepcopy(call)):
         assert copied == call
         assert copied.parsed() == {"where": 1}
+
+
+def test_functions_are_described_as_by_transformers() -> None:
+    """Which says nothing of defaults, nor of a tuple's length."""
+    functions = runpy.run_path(str(DATA / "functions.py"))["FUNCTIONS"]
+    expected = json.loads((DATA / "expected.json").read_text(encoding="utf-8"))
+    for function, reference in zip(functions, expected, strict=True):
+        (tool,) = check_tools([function]).offered or ()
+        for schema in tool["function"]["parameters"]["properties"].values():
+            for keyword in ("default", "minItems", "maxItems"):
+                schema.pop(keyword, None)
+        if not tool["function"]["parameters"]["required"]:
+            del tool["function"]["parameters"]["required"]
+        assert tool == reference
+
+
+GOOGLE = """The weather of a city.
+
+Of today: or of
+another day.
+
+Args:
+    city (str): The city.
+    days (dict[str, int], optional): How many days
+        are asked for: at most 3.
+
+        And so on.
+    flag: Whether.
+
+Returns:
+    str: Weather.
+
+Raises:
+    ValueError: never
+"""
+NUMPY = """The weather of a city.
+
+Of today: or of
+another day.
+
+Parameters
+----------
+city : str
+    The city.
+days : int, optional
+    How many days
+    are asked for: at most 3.
+
+    And so on.
+flag
+    Whether.
+
+Returns
+-------
+str
+    Weather.
+
+Raises
+------
+ValueError
+    never
+"""
+SPHINX = """The weather of a city.
+
+Of today: or of
+another day.
+
+:param str city: The city.
+:param days: How many days
+    are asked for: at most 3.
+
+    And so on.
+:type days: int
+:param flag: Whether.
+:returns: Weather.
+:rtype: str
+:raises ValueError: never
+"""
+
+
+@pytest.mark.parametrize("docstring", [GOOGLE, NUMPY, SPHINX])
+def test_docstrings_say_what_they_say_to_docstring_parser(docstring: str) -> None:
+    parsed = pytest.importorskip("docstring_parser").parse(docstring)
+    description, texts = read_docstring(docstring)
+    assert description == f"{parsed.short_description}\n\n{parsed.long_description}"
+    assert texts == {each.arg_name: " ".join(each.description.split()) for each in parsed.params}
+    assert [*texts] == ["city", "days", "flag"]
+
+
+def test_what_a_docstring_says_beside_its_parameters() -> None:
+    """Stays: a model may need it."""
+    text = (
+        "Send.\n\nNote:\n    There is no way back.\n\nArgs:\n    to: Whom.\n\nExamples:\n    None."
+    )
+    kept = "Send.\n\nNote:\n    There is no way back.\n\nExamples:\n    None."
+    assert read_docstring(text) == (kept, {"to": "Whom."})
+    text = "Send.\n\nParameters\n----------\na, *b : int\n    Both.\n\nNotes\n-----\nNone."
+    both = {"a": "Both.", "b": "Both."}
+    assert read_docstring(text) == ("Send.\n\nNotes\n-----\nNone.", both)
+    for plain in ("", "One line: text.", "Args: none.", "Parameters\n\nNone.", ":ref:`x` says so."):
+        assert read_docstring(plain) == (plain, {})
+
+
+@dataclass
+class Order:
+    """An order.
+
+    Attributes:
+        number: Which one.
+        place: Whereto.
+    """
+
+    number: int
+    place: Place | None = None
+
+
+def order(first: Order, second: Order, third: Place) -> None:
+    """Order.
+
+    :param second: The second one.
+    """
+
+
+def test_what_is_said_of_a_parameter_counts_before_what_is_said_of_its_class() -> None:
+    known = schemas(order)
+    own = ("An order.", "The second one.", "A place on a map.")
+    assert tuple(each["description"] for each in known.values()) == own
+    assert known["first"]["properties"]["number"] == {
+        "type": "integer",
+        "description": "Which one.",
+    }
+    assert known["first"]["properties"]["place"]["description"] == "Whereto."

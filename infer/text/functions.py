@@ -1,5 +1,5 @@
-"""Python functions as tools: what their signatures say, as JSON schemas, and the arguments of calls
-as the types that they take."""
+"""Python functions as tools: what their signatures and docstrings say, as JSON schemas, and the
+arguments of calls as the types that they take."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from infer.foreign import reason, shown
 from infer.kernels.errors import RequestError
+from infer.text.docstrings import read_docstring
 from infer.text.schemas import is_same, kind_of
 
 _KNOWN = (
@@ -54,7 +55,8 @@ class PythonFunction:
     def of(cls, function: Callable[..., Any]) -> PythonFunction:
         """Raises RequestError for a function that cannot be described."""
         name, docstring = _named(function)
-        return cls(name, docstring, _Annotations().of(function, name))
+        description, texts = read_docstring(docstring)
+        return cls(name, description, _Annotations().of(function, name, texts))
 
     @property
     def tool(self) -> dict[str, Any]:
@@ -92,8 +94,9 @@ class _Annotations:
     def __init__(self) -> None:
         self._within: list[type] = []  # dataclasses that are being described
 
-    def of(self, function: Any, name: str) -> ValueType:
-        """All arguments of a function or a class, as a dictionary. Raises RequestError."""
+    def of(self, function: Any, name: str, texts: Mapping[str, str]) -> ValueType:
+        """All arguments of a function or a class, as a dictionary. texts: what its docstring says
+        of them. Raises RequestError."""
         bound: set[str] = set()  # what a partial gives, and no call may change
         annotated: Any = function
         while isinstance(annotated, partial):
@@ -125,11 +128,13 @@ class _Annotations:
                     f"with {shown(hints[each.name])}. Or give the tool as a dictionary."
                 )
             values[each.name] = value
-            properties[each.name] = value.schema
+            properties[each.name] = dict(value.schema)
+            if each.name in texts:
+                properties[each.name]["description"] = texts[each.name]
             if each.default is each.empty:
                 required.append(each.name)
             else:
-                properties[each.name] = value.schema | _default(each.default)
+                properties[each.name] |= _default(each.default)
 
         def read(given: Any) -> dict[str, Any]:
             if not isinstance(given, Mapping):
@@ -178,9 +183,10 @@ class _Annotations:
             return None
         self._within.append(hint)
         name, docstring = _named(hint)
-        own = self.of(hint, name)
+        description, texts = read_docstring(docstring)
+        own = self.of(hint, name, texts)
         self._within.pop()
-        about = {"description": docstring} if docstring else {}
+        about = {"description": description} if description else {}
 
         def read(value: object) -> Any:
             values = own.read(value)
