@@ -22,6 +22,7 @@ from infer.foreign import foreign, shown
 from infer.generation_config import RENAMED
 from infer.kernels.errors import CheckpointError, RequestError
 from infer.kernels.state.step import MAX_LOGPROBS, MAX_STOP_IDS, SAMPLING
+from infer.text.schemas import closed
 
 if TYPE_CHECKING:
     from infer.kernels.state.sampler import SamplerChain
@@ -325,7 +326,7 @@ def _checked_schema(schema: object) -> dict[str, Any] | None:
         return None
     if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
         with foreign(f"schema {schema.__name__} gives no JSON schema", RequestError):
-            schema = _closed(schema.model_json_schema())
+            schema = closed(schema.model_json_schema())
     if not isinstance(schema, Mapping):
         raise RequestError(
             "schema must be a JSON schema as a dictionary, or a pydantic model (the class), "
@@ -338,18 +339,6 @@ def _checked_schema(schema: object) -> dict[str, Any] | None:
     _check_length("schema", text)
     checked: dict[str, Any] = json.loads(text)
     return checked
-
-
-def _closed(schema: Any) -> Any:
-    """A pydantic model ignores properties that it does not know: there need not be any."""
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {name: _closed(each) for name, each in schema.items()}
-    if schema.get("type") == "object" and "properties" in schema:
-        closed.setdefault("additionalProperties", False)
-    return closed
 
 
 def _check_constraints(given: Mapping[str, object]) -> None:

@@ -6,21 +6,26 @@ import copy
 import functools
 import json
 import pickle
+import re
 import runpy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date, datetime, time
+from decimal import Decimal
 from enum import Enum, IntEnum
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Annotated, Any, Literal, Optional
 
 import pytest
 
 from infer import RequestError, ToolCall, ToolCallDelta
+from infer.engine.constraint import schema_error
 from infer.text.docstrings import read_docstring
 from infer.text.tools import add_deltas, check_tools
 
 pydantic = pytest.importorskip("pydantic")
+annotated_types, openai = map(pytest.importorskip, ("annotated_types", "openai"))
 
 DATA = Path(__file__).parent / "data" / "functions"
 
@@ -340,22 +345,21 @@ def others(city: str, **more: str) -> None: ...
 def positional(city: str, /) -> None: ...
 
 
-class Empty(Enum):
-    pass
-
-
 @pytest.mark.parametrize(
     ("function", "said"),
     [
         (several, r"tools\[0\]: several takes \*cities: "),
         (others, r"tools\[0\]: others takes \*\*more: "),
         (positional, r"tools\[0\]: positional takes city: "),
+        (Weather.in_city, r"tools\[0\]: in_city is a method: give that of an object"),
         (print, r"tools\[0\]: print takes \*args"),
         (
             annotated(3),
             r"tools\[0\]: the parameter x of function must be annotated with str, .*not",
         ),
-        (annotated(Empty), "must be annotated with"),
+        (annotated(Weather), r"must be annotated with .* not with <class '.*Weather'>"),
+        (annotated(list[Weather] | None), r"must be annotated with .*Weather\] \| None"),
+        (annotated(Callable[..., Any]), "must be annotated with"),
         (annotated("Missing"), r"tools\[0\]: function cannot be described: name 'Missing' is not"),
         (lambda x: x, "must be 1 to 128 letters"),
     ],
@@ -507,3 +511,218 @@ def test_what_is_said_of_a_parameter_counts_before_what_is_said_of_its_class() -
         "description": "Which one.",
     }
     assert known["first"]["properties"]["place"]["description"] == "Whereto."
+
+
+def noted(
+    a: Annotated[int, "A number."],
+    b: Annotated[list[Annotated[str, "A tag."]] | None, object(), "Tags."] = None,
+    c: Annotated[Place, "Where."] = Place("Oslo"),  # noqa: B008
+) -> None:
+    """Note.
+
+    Args:
+        a: What the annotation says better.
+    """
+
+
+def test_texts_of_annotations() -> None:
+    known = schemas(noted)
+    assert known["a"] == {"type": "integer", "description": "A number."}
+    assert known["b"] == {
+        "anyOf": [
+            {"type": "array", "items": {"type": "string", "description": "A tag."}},
+            {"type": "null"},
+        ],
+        "description": "Tags.",
+        "default": None,
+    }
+    assert known["c"]["description"] == "Where."
+    assert called(noted, a=1, b=["x"]) == {"a": 1, "b": ["x"]}
+
+
+# What pydantic knows
+
+
+class Line(pydantic.BaseModel):  # type: ignore[misc]
+    """A line of an order."""
+
+    article: str = pydantic.Field(description="By its name.", min_length=1)
+    count: int = pydantic.Field(1, ge=1, le=9)
+    unit: Unit = Unit.METRIC
+
+
+class Cat(pydantic.BaseModel):  # type: ignore[misc]
+    kind: Literal["cat"]
+
+
+class Dog(pydantic.BaseModel):  # type: ignore[misc]
+    kind: Literal["dog"]
+    age: int
+
+
+class Tree(pydantic.BaseModel):  # type: ignore[misc]
+    name: str
+    ref: str = pydantic.Field("x", alias="$ref")
+    discriminator: int = 1
+    below: list[Tree] = pydantic.Field(default_factory=list)
+
+
+@dataclass
+class Node:
+    name: str
+    next: Node | None = None
+
+
+@pydantic.dataclasses.dataclass
+class Own:
+    size: Annotated[int, annotated_types.Gt(0)]
+
+
+def buy(
+    line: Line,
+    lines: list[Line],
+    at_most: Annotated[float, pydantic.Field(gt=0, description="In euros.")],
+    code: Annotated[str, annotated_types.Len(2, 4), "Of the shop."],
+    pet: Annotated[Cat | Dog, pydantic.Field(discriminator="kind")],
+    price: Decimal,
+    own: Own,
+    days: int = pydantic.Field(3, ge=1, description="How many."),
+    tags: list[str] = pydantic.Field(default_factory=list, max_length=2),  # noqa: B008
+    other: Line = Line(article="x"),  # noqa: B008
+) -> None:
+    """Buy it.
+
+    Args:
+        line: The first one.
+        days: What Field says better.
+    """
+
+
+def test_what_pydantic_knows_is_as_pydantic_says() -> None:
+    (tool,) = check_tools([buy]).offered or ()
+    parameters = tool["function"]["parameters"]
+    own = parameters["properties"]
+    assert parameters["required"] == ["line", "lines", "at_most", "code", "pet", "price", "own"]
+    line = {
+        "type": "object",
+        "title": "Line",
+        "description": "The first one.",
+        "properties": {
+            "article": {"type": "string", "minLength": 1, "description": "By its name."},
+            "count": {"type": "integer", "minimum": 1, "maximum": 9, "default": 1},
+            "unit": {
+                "enum": ["metric", "imperial"],
+                "type": "string",
+                "title": "Unit",
+                "default": "metric",
+            },
+        },
+        "required": ["article"],
+        "additionalProperties": False,
+    }
+    assert own["line"] == line
+    assert own["lines"]["items"] == line | {"description": "A line of an order."}
+    assert own["at_most"] == {"type": "number", "exclusiveMinimum": 0, "description": "In euros."}
+    text = {"type": "string", "minLength": 2, "maxLength": 4, "description": "Of the shop."}
+    assert own["code"] == text
+    assert [each["title"] for each in own["pet"]["oneOf"]] == ["Cat", "Dog"]
+    assert own["own"]["properties"]["size"] == {"type": "integer", "exclusiveMinimum": 0}
+    days = {"type": "integer", "minimum": 1, "default": 3, "description": "How many."}
+    assert own["days"] == days
+    assert own["other"]["default"] == {"article": "x", "count": 1, "unit": "metric"}
+    assert "$" not in json.dumps(parameters)
+
+    given = {
+        "line": {"article": "a", "unit": "imperial"},
+        "lines": [{"article": "b", "count": 2}],
+        "at_most": 3,
+        "code": "abc",
+        "pet": {"kind": "dog", "age": 3},
+        "price": 2.5,
+        "own": {"size": 1},
+    }
+    read = called(buy, **given)
+    assert read == {
+        "line": Line(article="a", unit=Unit.IMPERIAL),
+        "lines": [Line(article="b", count=2)],
+        "at_most": 3.0,
+        "code": "abc",
+        "pet": Dog(kind="dog", age=3),
+        "price": Decimal("2.5"),
+        "own": Own(1),
+        "days": 3,
+        "tags": [],
+    }
+    for wrong, said in (
+        ({"lines": [{"article": "b", "count": 0}]}, "buy.lines[0].count is wrong: Input should be"),
+        ({"code": "a"}, "buy.code is wrong: String should have at least 2"),
+        ({"days": 0}, "buy.days is wrong: Input should be greater than or equal to 1"),
+        ({"own": {"size": 0}}, "buy.own.size is wrong: Input should be greater than 0"),
+    ):
+        with pytest.raises(ValueError, match="^" + re.escape(said)):
+            called(buy, **given | wrong)
+
+
+def grow(tree: Tree, other: Tree, node: Node) -> None: ...
+
+
+def test_types_with_themselves_as_a_part() -> None:
+    (tool,) = check_tools([grow]).offered or ()
+    parameters = tool["function"]["parameters"]
+    jsonschema = pytest.importorskip("jsonschema")
+    valid = jsonschema.Draft202012Validator(parameters).is_valid
+    tree = {"name": "a", "below": [{"name": "b", "below": [{"name": "c"}]}]}
+    node = {"name": "a", "next": {"name": "b", "next": {"name": "c", "next": None}}}
+    given = {"tree": tree, "other": tree, "node": node}
+    assert valid(given)
+    assert {*parameters["$defs"]["Tree"]["properties"]} == {
+        "name",
+        "$ref",
+        "discriminator",
+        "below",
+    }
+    assert called(grow, **given) == {
+        "tree": Tree(**tree),
+        "other": Tree(**tree),
+        "node": Node("a", Node("b", Node("c"))),
+    }
+    for wrong in (
+        {"tree": {"name": "a", "below": [{"name": 3}]}},
+        {"other": {"name": "a", "below": [{"below": []}]}},
+        {"node": {"name": "a", "next": {"name": "b", "next": {"name": 3}}}},
+    ):
+        assert not valid(given | wrong)
+        with pytest.raises(ValueError, match="grow"):
+            called(grow, **given | wrong)
+
+
+def test_a_model_of_pydantic_is_a_tool() -> None:
+    (tool,) = check_tools([Line]).offered or ()
+    expected = openai.pydantic_function_tool(Line)["function"]
+    assert tool["function"]["name"] == expected["name"]
+    assert tool["function"]["description"] == expected["description"]
+    own = tool["function"]["parameters"]["properties"]
+    assert {*own} == {*expected["parameters"]["properties"]}
+    assert Line(**called(Line, article="a", unit="imperial")).unit is Unit.IMPERIAL
+    with pytest.raises(ValueError, match=r"^Line\.count is wrong: Input should be less"):
+        called(Line, article="a", count=10)
+
+
+def test_plain_annotations_need_no_pydantic(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [schemas(annotated(hint)) for hint, _ in ANNOTATIONS]
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    assert [schemas(annotated(hint)) for hint, _ in ANNOTATIONS] == expected
+    assert schemas(noted)["a"]["description"] == "A number."
+    for hint in (Decimal, Line, Annotated[int, annotated_types.Gt(0)]):
+        with pytest.raises(RequestError, match="what pydantic 2 knows, if it is installed, not"):
+            check_tools([annotated(hint)])
+
+
+@pytest.mark.parametrize(
+    "function", [forecast, buy, grow, Line, *(annotated(hint) for hint, _ in ANNOTATIONS)]
+)
+def test_calls_can_be_held_to_what_functions_say(function: Callable[..., Any]) -> None:
+    pytest.importorskip("llguidance")
+    assert [schema_error(each) for each in (check_tools([function]).functions or {}).values()] == [
+        None
+    ]

@@ -179,6 +179,19 @@ def standalone(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
+def closed(schema: Any) -> Any:
+    """A schema of pydantic's, whose models ignore properties that they do not know: there need not
+    be any."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    own = {name: closed(each) for name, each in schema.items()}
+    if schema.get("type") == "object" and "properties" in schema:
+        own.setdefault("additionalProperties", False)
+    return own
+
+
 def target(pointer: object, root: object) -> object:
     """What a reference within a schema is to. Raises SchemaError for another."""
     if not isinstance(pointer, str) or not re.match(r"#(/|$)", pointer):
