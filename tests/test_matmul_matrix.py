@@ -105,6 +105,7 @@ def test_matrices_lie_at_multiples_of_16_bytes(stored: str, matrix: str) -> None
     named: dict[str, Any] = {"BIAS": True, "RESIDUAL": True, "ACTIVATION": "none", "SCALE": 1.0}
     named |= {"GROUP_SIZE": 32, "SCALES": "f16", "OFFSET": "none", "SHIFT": 0, "WEIGHT": stored}
     named |= {"K": 4096, "N": 4096, "START": 0, "Y_STRIDE": 4096, "SPLIT_ROWS": 0, "GATED": False}
+    named |= {"X_WIDTH": 4096, "X_OFFSET": 0, "X_HEAD": 0, "Y_HEAD": 0}
     named |= {"GROUPED": False, "X_SLOTS": 1, "FIRST_EXPERT": 0, "SHARD_EXPERTS": 0}
     shader = render(KernelSpec.of("matmul_matrix", **named | variant.params | {"MATRIX": matrix}))
     kinds = _WORKGROUP.findall(f"\n{shader.code}")

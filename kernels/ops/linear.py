@@ -143,9 +143,11 @@ def tile_params(
     }
     common |= {"GROUPED": False, "X_SLOTS": 1, "FIRST_EXPERT": 0, "SHARD_EXPERTS": 0}
     common |= weight.grouping.params | tile.params
-    if isinstance(tile, Int8TileVariant | MatrixVariant):
+    if isinstance(tile, Int8TileVariant):
         return common
     heads = {"X_OFFSET": 0, "X_HEAD": 0, "Y_HEAD": 0}
+    if isinstance(tile, MatrixVariant):
+        return common | heads | {"X_WIDTH": k}
     # Loops of 4 in one over tiles of 16 columns compile sooner, but allow no rows beyond 174,000.
     passes = loop_passes(-(-k // 16) + 1, loop_passes(4))
     rolled = low.device.software and passes <= low.tuning.loop_passes

@@ -288,6 +288,9 @@ def cases() -> Iterator[Case]:
             _projection, run_matmul_matrix, dtype=dtype, rows=rows, k=331, n=37, form=form
         )
         yield Case("matmul_matrix", f"{dtype}, {rows} rows, {form}", run)
+    for dtype, form in product(("bf16", "q4"), ("alone", "half-split")):
+        run = partial(_head_matrix, dtype=dtype, form=form)
+        yield Case("matmul_matrix", f"{dtype}, 40 rows, heads {form}", run)
     kept = product(("bf16",), (1, 3, 40), ("alone", "kept", "half-split", "interleaved"))
     for dtype, rows, form in [*kept, *product(QUANTIZED, (3, 40), ("alone",))]:
         run = partial(_head_linear, dtype=dtype, rows=rows, form=form)
@@ -333,17 +336,36 @@ def _projection(
     return function(bench, x, weight, **options), expected
 
 
-def _head_linear(bench: Bench, dtype: str, rows: int, form: str) -> Outcome:
-    """form: what becomes of the values of a head that are not multiplied."""
-    (heads, n, k), keep = (3, 21, 36), form != "alone"
+def _head_matrix(bench: Bench, dtype: str, form: str) -> Outcome:
+    """Heads by matrices, of values that f16 holds."""
+    bench.options["tuning"] = ByMatrix(bench.device)
+    return _head_linear(bench, dtype, 40, form, k=128, apart=16, halves=True)
+
+
+def _head_linear(
+    bench: Bench,
+    dtype: str,
+    rows: int,
+    form: str,
+    *,
+    k: int = 36,
+    apart: int = 12,
+    halves: bool = False,
+) -> Outcome:
+    """form: what becomes of the values of a head that are not multiplied; apart: how many those are.
+    halves: x and the weights are values of f16."""
+    (heads, n), keep = (3, 21), form != "alone"
     weight = exact_weight(bench.rng, heads * n, k, dtype)
-    x = exact = bench.random(rows, heads * (k + 12))
+    x = exact = bench.random(rows, heads * (k + apart))
+    if halves:
+        weight, x = rounded(weight, "f16"), rounded(x, "f16")
+        exact = x
     options: dict[str, Any] = {"keep": keep, "dtype": dtype}
     if form in ("half-split", "interleaved"):
-        own, interleaved = frequencies(12), form == "interleaved"
+        own, interleaved = frequencies(apart), form == "interleaved"
         table = rope_table(own, 7 + rows)
         options |= {"table": table, "position": 7, "interleaved": interleaved}
-        exact = rope(x, 7 + np.arange(rows), own, k + 12, interleaved)
+        exact = rope(x, 7 + np.arange(rows), own, k + apart, interleaved)
     y = run_head_linear(bench, x, weight, heads, **options)
     return y, head_linear(exact, weight.reshape(heads, n, k), keep)
 

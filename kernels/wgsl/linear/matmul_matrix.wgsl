@@ -16,6 +16,10 @@
 // @param DEPTH u32
 // @param SUB_ROWS u32            multiples of MATRIX_M, MATRIX_N and MATRIX_K
 // @param SUB_COLUMNS u32
+// @param X_WIDTH u32             values of a row of x: K, or those of all heads
+// @param X_OFFSET u32            this and the next are multiples of 8
+// @param X_HEAD u32              columns of x from one head to the next (matmul.wgsl); 0 where there are no heads
+// @param Y_HEAD u32              and of y
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read> x: array<vec4<u32>>;  // rows up to a multiple of the tile
 #if SCALES_BOUND
@@ -39,7 +43,7 @@
 #let W_LOADS = (COLUMNS + W_STEP - 1) / W_STEP
 #let WHOLE_TILES = N % (COLUMNS / (1 + GATED)) == 0
 const OUTPUTS = COLUMNS / $(1 + GATED)u;
-const X_ELEMENTS = (K + 63u) / 64u * 8u;  // of a row of x, zeros behind its columns
+const X_ELEMENTS = (X_WIDTH + 63u) / 64u * 8u;  // of a row of x, zeros behind its columns
 const W_UNITS = (K + $(UNIT - 1)u) / $(UNIT)u;  // of a row of W
 const STEPS = (K + DEPTH - 1u) / DEPTH;
 const SPLIT_STEPS = (STEPS + SPLITS - 1u) / SPLITS;
@@ -86,17 +90,21 @@ fn unit_of(t: u32, unit: u32) -> u32 {
 #endif
 }
 
-// grid (N / OUTPUTS, rows / ROWS, SPLITS); GROUPED: (N / OUTPUTS, tiles)
+// grid (N / OUTPUTS, rows / ROWS, heads or SPLITS); GROUPED: (N / OUTPUTS, tiles)
 @compute @workgroup_size($(SIZE))
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
   fill_tables(tid, $(SIZE)u);
   let first_row = id.y * ROWS;
   let first_output = id.x * OUTPUTS;
+  let head = id.z / SPLITS;
+  let split = id.z % SPLITS;
 #if GROUPED
   if (!in_shard(tile_experts[id.y])) {
     return;
   }
   let expert_row = (tile_experts[id.y] - FIRST_EXPERT) * N * $(1 + GATED)u;
+#elif X_HEAD > 0
+  let expert_row = head * N;
 #else
   let expert_row = 0u;
 #endif
@@ -115,13 +123,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endfor
 #endfor
 
+  let x_head = (X_OFFSET + head * X_HEAD) / 8u;
   let x_row0 = tid / (DEPTH / 8u);
   let x_column = tid % (DEPTH / 8u);
 #for l in 0..X_LOADS
 #if GROUPED
-  let x_from$l = x_row(first_row + min(x_row0 + $($l * X_STEP)u, ROWS - 1u)) * X_ELEMENTS;
+  let x_from$l = x_row(first_row + min(x_row0 + $($l * X_STEP)u, ROWS - 1u)) * X_ELEMENTS + x_head;
 #else
-  let x_from$l = (first_row + x_row0) * X_ELEMENTS + $($l * X_STEP)u * X_ELEMENTS;
+  let x_from$l = (first_row + x_row0) * X_ELEMENTS + $($l * X_STEP)u * X_ELEMENTS + x_head;
 #endif
   var x_next$l = vec4<u32>();
 #endfor
@@ -142,7 +151,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endif
 #endfor
 
-  let start = id.z * SPLIT_STEPS;
+  let start = split * SPLIT_STEPS;
   let end = min(start + SPLIT_STEPS, STEPS);
   // Without conditions around what is held in registers: with them the sums went to memory, and a product took
   // twice as long.
@@ -257,7 +266,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       let up = 0.0;
 #endif
       let n = START + first_output + output;
-      let out = (id.z * SPLIT_ROWS + y_at) * Y_STRIDE + n;
+      let out = (split * SPLIT_ROWS + y_at) * Y_STRIDE + head * Y_HEAD + n;
       y[out] = epilogue(sum, up, first_bias + n, out);
     }
   }
