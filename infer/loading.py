@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Never
+from typing import Any
 
+from infer.calls import check_names, checked
 from infer.embedding import EmbeddingConfig, read_embedding_config
 from infer.engine.engine import Engine
 from infer.engine.isolated import WorkerEngine
@@ -25,7 +26,7 @@ from infer.kernels.gpu.adapters import choose_adapter
 from infer.kernels.gpu.device import Device, Settings, enough_threads
 from infer.kernels.gpu.tensor import QUANTIZED, GpuTensor
 from infer.kernels.state.kv_cache import KV_DTYPES
-from infer.keywords import LOAD_NAMES, AnswerOptions, Progress, check_names
+from infer.keywords import LOAD_NAMES, AnswerOptions, Progress
 from infer.llm import LLM
 from infer.memory import (
     DEFAULT_CONTEXT,
@@ -41,7 +42,7 @@ from infer.models.loading.checkpoint import Checkpoint
 from infer.models.loading.load import load_weights
 from infer.models.loading.lora import Lora, Loras
 from infer.models.loading.plan import LoadPlan, plan_weights
-from infer.progress import ProgressLine
+from infer.progress import ProgressLine, parse_size
 from infer.text.chat import own_template
 from infer.text.folder_tokenizer import open_tokenizer, read_json
 from infer.text.tokenizer import Tokenizer
@@ -49,6 +50,7 @@ from infer.text.tokenizer import Tokenizer
 DTYPES = ("f32", "f16", "bf16")
 
 
+@checked((), (*AnswerOptions.__optional_keys__, "params", "n"), "generate()")
 def load(
     model: str | Path,
     *,
@@ -59,7 +61,7 @@ def load(
     quantize: str | None = None,
     kv_dtype: str = "f16",
     max_batch: int | None = None,
-    cache_memory: int | None = None,
+    cache_memory: int | str | None = None,
     invariant: bool = False,
     speculate: str | None = None,
     draft: str | Path | None = None,
@@ -73,7 +75,6 @@ def load(
     progress: bool | Progress | None = None,
     settings: Settings | None = None,
     engine: Mapping[str, Any] | None = None,
-    **unknown: Never,
 ) -> LLM:
     """Load a model onto a GPU.
 
@@ -89,8 +90,9 @@ def load(
     kv_dtype: of keys and values: "f16", "f32" or "q8" (8 bits, and a scale for 32 values).
     max_batch: the most answers generated at once, up to 64; others wait. None: 8, or 4 on a
         software adapter, or 1 if no more fit.
-    cache_memory: bytes for the keys and values of all answers, enough for one context. None: one
-        context, and 1,024 positions for each further answer.
+    cache_memory: bytes for the keys and values of all answers, enough for one context, as a number
+        or as a text such as "1GiB" or "500MB". None: one context, and 1,024 positions for each
+        further answer.
     invariant: on one device an answer is the same to the last bit, alone or among others, whoever
         comes and goes, and whatever the cache holds. Slower, prefill above all.
     speculate: draft tokens and verify several in one step; only the speed changes. "lookup" drafts
@@ -120,7 +122,6 @@ def load(
     InferWarning of what generation_config.json asks for and is not implemented, and where the files
     of a model contradict each other.
     """
-    check_names(unknown, LOAD_NAMES, AnswerOptions.__optional_keys__, "generate()")
     if not (engine is None or isinstance(engine, Mapping)) or not all(
         isinstance(name, str) for name in engine or ()
     ):
@@ -244,13 +245,16 @@ def check_draft_quantize(quantize: str | None, draft: str | Path | None) -> None
 _BATCH, _SOFTWARE_BATCH = 8, 4  # answers at once, where nobody says how many
 
 
-def _positions(cache_memory: int | None, nbytes: int) -> int | None:
+def _positions(cache_memory: int | str | None, nbytes: int) -> int | None:
     """Those that a cache of so much memory holds. Raises RequestError for what is no amount."""
     if cache_memory is None:
         return None
-    if type(cache_memory) is not int or cache_memory < 1:
-        raise RequestError(f"cache_memory is a number of bytes, not {shown(cache_memory)}.")
-    return max(1, cache_memory // nbytes)
+    held = parse_size(cache_memory) if isinstance(cache_memory, str) else cache_memory
+    if type(held) is not int or held < 1:
+        raise RequestError(
+            f"cache_memory is a number of bytes, or a text such as 1GiB, not {shown(cache_memory)}."
+        )
+    return max(1, held // nbytes)
 
 
 _ENGINE_NAMES = {option.name for option in fields(EngineOptions)} - set(LOAD_NAMES)
@@ -269,7 +273,7 @@ def _isolated(
         engine.load(progress)
         defaults = sampling_defaults(generation_config, engine.vocab_size)
         for text in engine.notes:
-            warnings.warn(text, InferWarning, stacklevel=3)
+            warnings.warn(text, InferWarning, stacklevel=4)
         return LLM(resolved.name, engine, tokenizer, defaults, embedding, engine.summary)
     except BaseException:
         engine.close()
@@ -390,7 +394,7 @@ class _Files:
         generation_config = read_json(path / "generation_config.json")
         defaults = sampling_defaults(generation_config, model.config.vocab_size)
         for text in (*checkpoint.notes, *notes(generation_config)):
-            warnings.warn(text, InferWarning, stacklevel=3)
+            warnings.warn(text, InferWarning, stacklevel=4)
         plan = plan_weights(model.weights(), checkpoint, dtype, model.ignorable)
         loras = Loras.fit(model, plan, always=always, named=named)
         plan = plan.joined(loras.names)

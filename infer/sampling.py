@@ -13,11 +13,12 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.calls import checked
 from infer.foreign import foreign, shown
 from infer.generation_config import RENAMED
 from infer.kernels.errors import CheckpointError, RequestError
@@ -26,6 +27,8 @@ from infer.text.schemas import closed
 
 if TYPE_CHECKING:
     from infer.kernels.state.sampler import SamplerChain
+
+T = TypeVar("T")
 
 Scores = NDArray[np.float64]
 # Takes the ids so far (prompt and output) and the logits after penalties and bias, float32 [vocab];
@@ -36,7 +39,7 @@ LogitsProcessor = Callable[[NDArray[np.int64], NDArray[np.float32]], NDArray[np.
 Logprobs = tuple[float, list[tuple[int, float]]]
 
 # Characters at most. What follows a regular expression takes time in each step by its length.
-_CONSTRAINTS = {"schema": 1 << 16, "regex": 1 << 14, "grammar": 1 << 18}
+CONSTRAINTS = {"schema": 1 << 16, "regex": 1 << 14, "grammar": 1 << 18}
 
 _STOPS, _STOP_CHARACTERS = 64, 1024  # which each piece of text is compared with
 
@@ -63,6 +66,21 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
 }
 
 
+# Options of calls beside these parameters.
+OF_CALLS = (
+    *("adapter", "add_generation_prompt", "cache_salt", "continue_final_message"),
+    *("logits_processor", "n", "parallel_tool_calls", "template_args", "tool_choice", "tools"),
+)
+
+
+def _checked(kind: type[T]) -> type[T]:
+    """A class whose options are checked by their names."""
+    init = checked((), OF_CALLS, "generate()")(kind.__init__)
+    kind.__init__ = init  # type: ignore[method-assign]
+    return kind
+
+
+@_checked
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens, and when to stop. What is None or empty is left to the model (see
@@ -128,7 +146,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         object.__setattr__(self, "schema", _checked_schema(self.schema))
-        _check_constraints({name: getattr(self, name) for name in _CONSTRAINTS})
+        _check_constraints({name: getattr(self, name) for name in CONSTRAINTS})
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be True or False, not {shown(self.ignore_eos)}.")
         if self.ignore_eos and self.constrained:
@@ -142,7 +160,7 @@ class SamplingParams:
 
     @property
     def constrained(self) -> bool:
-        return any(getattr(self, name) is not None for name in _CONSTRAINTS)
+        return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     @property
     def penalized(self) -> bool:
@@ -355,7 +373,7 @@ def _check_constraints(given: Mapping[str, object]) -> None:
 
 
 def _check_length(name: str, text: str) -> None:
-    most = _CONSTRAINTS[name]
+    most = CONSTRAINTS[name]
     if len(text) > most:
         raise RequestError(f"{name} must have at most {most:,} characters, not {len(text):,}.")
 

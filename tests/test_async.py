@@ -73,8 +73,8 @@ def test_whole_answers(llm: LLM, expected: list[str]) -> None:
         assert single.completion_tokens == TOKENS
         samples = await llm.agenerate(PROMPTS[0], n=2, max_tokens=TOKENS)
         assert [result.text for result in samples] == [expected[0]] * 2
-        with pytest.raises(infer.RequestError, match="prompt is empty"):
-            await llm.agenerate([])
+        with pytest.raises(infer.RequestError, match="A prompt is text"):
+            await llm.agenerate([None])  # type: ignore[list-item]
         with pytest.raises(infer.RequestError, match="temperatur is not an option"):
             llm.astream("Once", temperatur=1)  # type: ignore[call-arg]
 

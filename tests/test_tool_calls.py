@@ -516,7 +516,7 @@ def test_calls_that_are_held_to_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatc
         {"type": "function", "function": {"name": f"f{i}", "description": "x" * 1000}}
         for i in range(3)
     ]
-    monkeypatch.setitem(sampling._CONSTRAINTS, "grammar", 100)
+    monkeypatch.setitem(sampling.CONSTRAINTS, "grammar", 100)
     assert call(WEATHER, *many, template_args={"template": NO_TOOLS_SHOWN}) == "x"
     with pytest.raises(RequestError, match="too many to hold calls to"):
         call(WEATHER, tool_choice="required")

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from infer.calls import check_names
 from infer.cli.report import Loading, answer_json, table
 from infer.cli.terminal import INTERRUPTED, note, of_system, uninterrupted, write
 from infer.foreign import reason, shown
 from infer.kernels.errors import InferError, ModelError, RequestError, TokenizerError
-from infer.keywords import check_names
 from infer.llm import LLM, Chat, Stream
 from infer.progress import ProgressLine, is_terminal, size
 from infer.sampling import SamplingOptions, SamplingParams

@@ -212,7 +212,7 @@ def chat(
 
 def check_params(params: Mapping[str, Any]) -> None:
     """Raises RequestError for a name or a value that is wrong."""
-    from infer.keywords import check_names
+    from infer.calls import check_names
     from infer.sampling import SamplingOptions, SamplingParams
 
     names = SamplingOptions.__optional_keys__ - {"logit_bias", "logprobs"}

@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from infer.foreign import shown
+from infer.progress import parse_size
 
 
 def _tidied(params: Iterable[Any]) -> list[Any]:
@@ -366,23 +367,16 @@ def parse_origin(option: str) -> str:
     )
 
 
-_UNITS = {"": 1} | {
-    unit + end: base**power
-    for power, unit in enumerate("kmgt", 1)
-    for end, base in (("", 1000), ("b", 1000), ("ib", 1024))
-}
-
-
 def parse_bytes(option: str | None, name: str) -> int | None:
     """4GB, 512MiB or a number, as bytes; name: of the option. Raises typer.BadParameter."""
     if option is None:
         return None
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", option.lower(), re.ASCII)
-    if found is None or found[2] not in _UNITS:
+    nbytes = parse_size(option)
+    if nbytes is None:
         raise typer.BadParameter(
             f"{shown(option)} is no amount of memory, such as 4GB or 512MiB", param_hint=name
         )
-    return int(float(found[1]) * _UNITS[found[2]])
+    return nbytes
 
 
 _MOST_COUNTS = 1024  # in a range

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from infer.foreign import foreign, shown
 from infer.kernels.errors import InferError, RequestError, UnsupportedError
-from infer.sampling import SamplingParams
+from infer.sampling import CONSTRAINTS, SamplingParams
 from infer.text.schemas import SchemaError, target
 
 if TYPE_CHECKING:
@@ -57,6 +57,11 @@ def schema_error(schema: Mapping[str, Any]) -> str | None:
 def _unusable(schema: object) -> str | None:
     """Why a schema would fail in the middle of an answer, or not hold it."""
     return _too_wide(schema) or _circular(schema) or _number_error(schema)
+
+
+def _check_usable(name: str, schema: object) -> None:
+    if (error := _unusable(schema)) is not None:
+        raise RequestError(f"{name} cannot be followed: {error}")
 
 
 def _circular(schema: object) -> str | None:
@@ -388,26 +393,28 @@ class Constraints:
     def of(self, params: SamplingParams) -> Constraint | None:
         """The constraint that the parameters ask for, if they do. Raises RequestError for what the
         library does not know."""
-        if params.schema is not None:
-            name = "schema"
-            with foreign("schema cannot be followed", RequestError):  # nested too deeply
-                if (error := _unusable(params.schema)) is not None:
-                    raise RequestError(f"schema cannot be followed: {error}")
-                source = self._matcher.grammar_from_json_schema(
-                    json.dumps(params.schema), {"whitespace_pattern": WHITESPACE}
-                )
-        elif params.regex is not None:
-            name, source = "regex", self._matcher.grammar_from_regex(params.regex)
-        elif params.grammar is not None:
-            name = "grammar"
-            with foreign("grammar cannot be followed", RequestError):  # as above
-                for schema in _schemas_in(params.grammar):
-                    if (error := _unusable(schema)) is not None:
-                        raise RequestError(f"grammar cannot be followed: {error}")
-            source = self._matcher.grammar_from_lark(_by_ids(params.grammar, self._text_ids))
-        else:
+        name = next((n for n in CONSTRAINTS if getattr(params, n) is not None), None)
+        if name is None:
             return None
+        with foreign(f"{name} cannot be followed", RequestError):  # nested too deeply, no Unicode
+            source = self._source(params)
         return self._constraint(name, self._beginning(name, source).deep_copy())
+
+    def _source(self, params: SamplingParams) -> str:
+        """What the parameters ask for, as the library reads it."""
+        grammar: str
+        if params.regex is not None:
+            grammar = self._matcher.grammar_from_regex(params.regex)
+        elif params.schema is not None:
+            _check_usable("schema", params.schema)
+            spaces = {"whitespace_pattern": WHITESPACE}
+            grammar = self._matcher.grammar_from_json_schema(json.dumps(params.schema), spaces)
+        else:
+            assert params.grammar is not None
+            for schema in _schemas_in(params.grammar):
+                _check_usable("grammar", schema)
+            grammar = self._matcher.grammar_from_lark(_by_ids(params.grammar, self._text_ids))
+        return grammar
 
     def _new_beginning(self, name: str, source: str) -> LLMatcher:
         """The matcher at the beginning of every answer with the same constraint."""
