@@ -32,7 +32,7 @@ from infer.kernels.errors import (
 )
 from infer.kernels.gpu.adapters import AdapterInfo, check_process, is_forked
 from infer.kernels.gpu.device import Device
-from infer.kernels.state.step import MAX_LOGPROBS
+from infer.kernels.state.step import MAX_LOGPROBS, MAX_STOP_IDS
 from infer.keywords import LOAD_NAMES, AnswerOptions
 from infer.reading import Reading
 from infer.results import Chunk, Result, Results, Score, TokenLogprob, TopLogprob
@@ -195,8 +195,7 @@ class LLM:
         self._open_streams: dict[int, weakref.ref[Stream]] = {}  # which end when this does
         self._inside: set[int] = set()  # threads that are in the middle of a call
         self._closing = False
-        self._first = threading.Lock()
-        self._constraints: Constraints | None = None  # made for the first answer that needs them
+        self._constraints = Constraints(tokenizer, engine.vocab_size)
 
     @property
     def engine(self) -> Engine:
@@ -452,20 +451,61 @@ class LLM:
         reading = None
         if is_chat or (tools is not None and not isinstance(prompt, str)):
             reading = Reading.of(self.tokenizer, checked, ids, template_args.get("template"))
-        params = params.resolved(self.defaults, len(ids))
-        params.check_bias(self._engine.vocab_size)
+        params = self._by_ids(params.resolved(self.defaults, len(ids)))
+        stop_ids = self._stop_ids(params)
         params, constraint = self._held(params, reading)
         begin = partial(
             self._engine.generate,
             ids,
             params,
-            stop_ids=[] if params.ignore_eos else sorted(self.tokenizer.eos_token_ids),
+            stop_ids=stop_ids,
             logits_processor=logits_processor,
             constraint=constraint,
             adapter=adapter,
             cache_salt=cache_salt,
         )
         return Stream(self, begin, params, ids, reading)
+
+    def _by_ids(self, params: SamplingParams) -> SamplingParams:
+        """With bad words as token ids, of which single ones are biases. Raises RequestError for
+        ids that are not in the vocabulary, and where no token is left to choose."""
+        words: dict[Sequence[int], None] = {}
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                words[tuple(word)] = None
+                continue
+            for text in (word.lstrip(), f" {word.lstrip()}"):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                words |= {tuple(ids): None} if ids else {}
+        bias = dict(params.logit_bias or {})
+        bias |= {word[0]: -math.inf for word in words if len(word) == 1}
+        several = [word for word in words if len(word) > 1]
+        if words:
+            params = replace(params, bad_words=several, logit_bias=bias)
+        params.check_tokens(self._engine.vocab_size)
+        if params.allowed_token_ids is not None and params.constrained:
+            raise RequestError(
+                "allowed_token_ids leave no room for an answer by a schema, a regex, choices or a "
+                "grammar: give one of them."
+            )
+        return params
+
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        """The tokens that end an answer. Raises RequestError if they are too many, or if no other
+        may come where they may not."""
+        ends = () if params.ignore_eos else self.tokenizer.eos_token_ids
+        stop_ids = sorted({*ends, *params.stop_token_ids})
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"stop_token_ids must be at most {MAX_STOP_IDS - len(ends)} token ids, not "
+                f"{len(params.stop_token_ids)}."
+            )
+        allowed = params.allowed_token_ids
+        if params.min_tokens and allowed is not None and {*allowed} <= {*stop_ids}:
+            raise RequestError(
+                "min_tokens asks for tokens that end nothing, and allowed_token_ids have none."
+            )
+        return stop_ids
 
     def _held(
         self, params: SamplingParams, reading: Reading | None
@@ -617,11 +657,6 @@ class LLM:
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
         """The constraint that the parameters ask for. Raises RequestError if there can be none."""
-        if not params.constrained:
-            return None
-        with self._first:  # of many that come at once
-            if self._constraints is None:
-                self._constraints = Constraints(self.tokenizer, self._engine.vocab_size)
         return self._constraints.of(params)
 
     @cached_property
@@ -912,8 +947,13 @@ class LLM:
         parser = None if reading is None else reading.parser()
         keep = None if reading is None else reading.keep
         detokenizer = StreamingDetokenizer(self.tokenizer, ids, keep)
-        stop = StopStrings(params.stop)
+        stop = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        shown_ends = params.stop_token_ids if params.include_stop_str_in_output else ()
         functions = None if reading is None else reading.tools.python
+
+        def settled(text: str) -> str:
+            """What of a text may be shown: the stop strings may end it from min_tokens on."""
+            return stop.add(text, may_end=len(result.token_ids) > params.min_tokens)
 
         def chunk(text: str, token: int | None, logprob: TokenLogprob | None = None) -> Chunk:
             thinking = parser is not None and parser.is_thinking
@@ -934,7 +974,8 @@ class LLM:
         result.timings = answer.timings
         try:
             for step in answer:
-                if step.token in answer.stop_ids:
+                ends = step.token in answer.stop_ids
+                if ends and step.token not in shown_ends:
                     result.finish_reason = "stop"
                     break
                 logprob = None
@@ -944,8 +985,8 @@ class LLM:
                     assert result.logprobs is not None
                     result.logprobs.append(logprob)
                 result.token_ids.append(step.token)
-                piece = chunk(stop.add(detokenizer.add(step.token)), step.token, logprob)
-                if stop.hit is not None or (parser is not None and parser.is_done):
+                piece = chunk(settled(detokenizer.add(step.token)), step.token, logprob)
+                if ends or stop.hit is not None or (parser is not None and parser.is_done):
                     result.finish_reason = "stop"
                     yield piece
                     break
@@ -956,7 +997,7 @@ class LLM:
                 result.finish_reason = "length"
             text = ""
             if stop.hit is None:
-                text = stop.add(detokenizer.finish())
+                text = settled(detokenizer.finish())
                 text += stop.finish()
                 if stop.hit is not None:
                     result.finish_reason = "stop"

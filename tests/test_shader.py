@@ -376,7 +376,7 @@ SAMPLERS = [
     if noise or not (top_k or top_p or min_p)
 ]
 SAMPLERS.append(SamplerChain(logprobs=True))
-SAMPLERS += [replace(chain, mask=True) for chain in (SAMPLERS[0], SAMPLERS[-2])]
+SAMPLERS += [replace(chain, mask=True, ends=True) for chain in (SAMPLERS[0], SAMPLERS[-2])]
 
 
 STEPS = [*product(KV_DTYPES, (True, False), ((1, 1), (8, 1), (512, 1), (128, None), (16, None)))]

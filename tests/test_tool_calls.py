@@ -17,6 +17,7 @@ import pytest
 
 import infer
 from infer import LLM, RequestError, sampling
+from infer.engine.constraint import Constraints
 
 pytest.importorskip("openai")
 
@@ -523,7 +524,7 @@ def test_calls_that_are_held_to_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     monkeypatch.setitem(llm.tokenizer.templates, "default", TEMPLATE)
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    monkeypatch.setattr(llm, "_constraints", None)
+    monkeypatch.setattr(llm._constraints, "_grammars", None)
     assert call(WEATHER) == "x"
     with pytest.raises(infer.InferError, match="structured"):
         call(WEATHER, tool_choice="required")
@@ -735,7 +736,8 @@ def playing(llm: LLM, family: Family) -> Iterator[None]:
     """The model has the tokens and the template of this family."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm, "tokenizer", family.tokenizer())
-        patch.setattr(llm, "_constraints", None)
+        own = Constraints(llm.tokenizer, llm.engine.vocab_size)
+        patch.setattr(llm, "_constraints", own)
         yield
 
 

@@ -240,13 +240,13 @@ class Engine(TokenEngine):
         come after them."""
         self.check_prompt(prompt_ids)
         self.check_adapter(adapter)
-        assert params.constrained == (constraint is not None)
+        assert params.masked == (constraint is not None)
         # The last token needs no position, as nothing comes after it.
         limit = self.context - len(prompt_ids)
         limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
         sampler = None
         if logits_processor is not None:
-            sampler = NumpySampler(params, self.vocab_size, prompt_ids, logits_processor)
+            sampler = NumpySampler(params, self.vocab_size, prompt_ids, logits_processor, stop_ids)
             sampler.ids = np.append(sampler.ids, np.array(generated, np.int64))
         # With a mask only the body of the second step is ahead.
         ahead = 1 if sampler is not None else 2 if constraint is not None else self.options.ahead

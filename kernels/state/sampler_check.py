@@ -35,6 +35,8 @@ def run_sample(
     allowed: Sequence[int] | Sequence[Sequence[int]] | None = None,
     prompt_ids: Sequence[int] = (),
     drafts: Sequence[int] = (),
+    stop_ids: Sequence[int] = (),
+    min_position: int = 0,
     seed: int = 0,
     position: int = 0,
     timings: dict[str, float] | None = None,
@@ -42,8 +44,9 @@ def run_sample(
     """A token for each row of logits [rows, vocab], greedy at temperature 0; INVALID_TOKEN for a
     row that has NaN or nothing above -inf. The noise depends on the seed and the row's position,
     from `position` on. allowed: the tokens that may be sampled, with drafts by each row; None: all.
-    drafts: those of all rows but the first, where each row is to count those before it. What the
-    filters mean is in kernels/state/sampler.py."""
+    drafts: those of all rows but the first, where each row is to count those before it. stop_ids:
+    those that no row before min_position samples. What the filters mean is in
+    kernels/state/sampler.py."""
     rows, vocab = logits.shape
     noise = temperature > 0
     chain = SamplerChain(
@@ -54,12 +57,15 @@ def run_sample(
         top_p=noise and top_p < 1.0,
         min_p=noise and min_p > 0.0,
         mask=allowed is not None,
+        ends=min_position > 0,
     )
     record = np.zeros(1, SAMPLING)
     record["temperature"], record["top_k"], record["top_p"] = temperature, top_k, top_p
     record["min_p"], record["repetition_penalty"] = min_p, repetition_penalty
     record["seed_low"], record["seed_high"] = seed & 0xFFFFFFFF, seed >> 32
     record["max_position"], record["masked"] = 0xFFFFFFFF, allowed is not None
+    record["min_position"], record["n_stop_ids"] = min_position, len(stop_ids)
+    record["stop_ids"][0, : len(stop_ids)] = stop_ids
     step = bench.device.upload(pack_step([0, *drafts] if drafts else [0] * rows, position))
     buffer = bench.device.upload(to_rows(logits, rows))
     sampler = Sampler(bench.device, vocab, buffer, step, max_rows=rows)
@@ -122,6 +128,13 @@ def _drafted(bench: Bench) -> Outcome:
     return y, np.array([1100, 1200, 1200, 5])
 
 
+def _unended(bench: Bench) -> Outcome:
+    logits = _logits(bench)
+    logits[:, [7, 1100, 5]] = 60, 50, 40
+    y = run_sample(bench, logits, stop_ids=[1100, 7], min_position=22, position=20)
+    return y, np.array([5, 5, 7, 7])
+
+
 def _masked(bench: Bench) -> Outcome:
     logits, allowed = _logits(bench), [3, 31, 32, 1500, 2499]
     y = run_sample(bench, logits, allowed=allowed)
@@ -173,6 +186,7 @@ _CASES: dict[str, Callable[[Bench], Outcome]] = {
     "not a number": _invalid,
     "penalty and bias": _changed,
     "drafts": _drafted,
+    "no end yet": _unended,
     "mask": _masked,
     "masks of drafts": _masked_by_row,
     "top-k 1": partial(_best, temperature=1.0, top_k=1),
