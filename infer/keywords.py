@@ -19,6 +19,7 @@ class _AnswerOptions(SamplingOptions, total=False):
     add_generation_prompt: bool | None
     continue_final_message: bool | None
     cache_salt: str | None
+    timeout: float | None
     tools: Sequence[Tool] | None
     tool_choice: ToolChoice
     parallel_tool_calls: bool

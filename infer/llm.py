@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, islice
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 import numpy as np
@@ -391,6 +393,7 @@ class LLM:
         continue_final_message: bool | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        timeout: float | None = None,
         tools: Sequence[Tool] | None = None,
         tool_choice: ToolChoice = "auto",
         parallel_tool_calls: bool = True,
@@ -410,6 +413,9 @@ class LLM:
         adapter: the name of one of `adapters`.
         cache_salt: a text. What the cache keeps of prompt and answer is reused only by calls with
             the same one, so that nobody else can tell by the time taken what was asked.
+        timeout: seconds from its beginning, those in which it waits for others included, after
+            which the answer ends with what there is, and the finish reason "timeout". It is looked
+            at between steps.
         tools: functions that the answer may call, in OpenAI's form, or Python functions, described
             by their signatures and docstrings; `ToolCall.parsed` has arguments as the types that
             these take.
@@ -427,6 +433,7 @@ class LLM:
         self._engine.check_adapter(adapter)
         _check_processor(logits_processor)
         _check_salt(cache_salt)
+        _check_timeout(timeout)
         params = _params(params, sampling)
         _check_template_args(template_args)
         template_args = dict(template_args or {})
@@ -454,7 +461,7 @@ class LLM:
         params = self._by_ids(params.resolved(self.defaults, len(ids)))
         stop_ids = self._stop_ids(params)
         params, constraint = self._held(params, reading)
-        begin = partial(
+        generate = partial(
             self._engine.generate,
             ids,
             params,
@@ -464,6 +471,13 @@ class LLM:
             adapter=adapter,
             cache_salt=cache_salt,
         )
+
+        def begin() -> TokenAnswer:
+            answer = generate()
+            if timeout is not None:
+                answer.deadline = time.monotonic() + timeout
+            return answer
+
         return Stream(self, begin, params, ids, reading)
 
     def _by_ids(self, params: SamplingParams) -> SamplingParams:
@@ -959,7 +973,7 @@ class LLM:
             thinking = parser is not None and parser.is_thinking
             pieces = Pieces(text) if parser is None else parser.add(text)
             if parser is not None and token is None:
-                pieces += parser.finish(cut=result.finish_reason == "length")
+                pieces += parser.finish(cut=result.finish_reason in ("length", "timeout"))
             thinking |= parser is not None and parser.is_thinking
             result.text += pieces.text
             result.reasoning += pieces.reasoning
@@ -994,7 +1008,7 @@ class LLM:
             else:
                 if answer.cancelled:
                     return
-                result.finish_reason = "length"
+                result.finish_reason = "timeout" if answer.timed_out else "length"
             text = ""
             if stop.hit is None:
                 text = settled(detokenizer.finish())
@@ -1181,6 +1195,12 @@ def _check_salt(cache_salt: object) -> None:
         raise RequestError(f"cache_salt must be a text, not {shown(cache_salt)}.")
 
 
+def _check_timeout(timeout: object) -> None:
+    is_number = isinstance(timeout, Real) and not isinstance(timeout, bool | np.bool_)
+    if not (timeout is None or (is_number and 0 < float(timeout) < math.inf)):  # type: ignore[arg-type]
+        raise RequestError(f"timeout must be a positive number of seconds, not {shown(timeout)}.")
+
+
 def _check_template_args(template_args: object) -> None:
     if template_args is not None and not (
         isinstance(template_args, Mapping) and all(isinstance(name, str) for name in template_args)
@@ -1199,6 +1219,7 @@ def check_options(
     continue_final_message: bool | None = None,
     adapter: str | None = None,
     cache_salt: str | None = None,
+    timeout: float | None = None,
     tools: Sequence[Tool] | None = None,
     tool_choice: ToolChoice = "auto",
     parallel_tool_calls: bool = True,
@@ -1209,5 +1230,6 @@ def check_options(
     check_tools(tools, tool_choice, parallel_tool_calls)
     _check_processor(logits_processor)
     _check_salt(cache_salt)
+    _check_timeout(timeout)
     _check_template_args(template_args)
     _params(params, sampling)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import array
 import asyncio
+import os
+import threading
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -259,3 +263,83 @@ def test_no_value_is_a_bare_error(llm: LLM, value: Any) -> None:
     tried(llm.score, value, ["a"])
     tried(llm.score, "a", value)
     tried(llm.prompt_logprobs, "a", value)
+
+
+# timeout
+
+
+class Clock:
+    """A time that goes on by a second whenever an answer looks at it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    own = Clock()
+    monkeypatch.setattr(infer.engine.token_engine, "time", own)
+    monkeypatch.setattr(infer.llm, "time", own)
+    return own
+
+
+@pytest.mark.usefixtures("clock")
+def test_an_answer_ends_when_its_time_is_over(llm: LLM) -> None:
+    """With what there is, and its place is free for the next one."""
+    full = llm.generate(PROMPTS[0], max_tokens=40)
+    cut = llm.generate(PROMPTS[0], max_tokens=40, timeout=20)
+    assert cut.finish_reason == "timeout"
+    assert 0 < len(cut.token_ids) < 40
+    assert full.text.startswith(cut.text)
+    nothing = llm.generate(PROMPTS[0], max_tokens=40, timeout=0.5)
+    assert (nothing.text, nothing.token_ids, nothing.finish_reason) == ("", [], "timeout")
+    in_time = llm.generate(PROMPTS[0], max_tokens=40, timeout=1e6)
+    assert (in_time.text, in_time.finish_reason) == (full.text, "length")
+    with llm.stream(PROMPTS[0], SHORT, timeout=20) as stream:
+        assert "".join(map(str, stream)) == stream.result.text
+    several = llm.generate(PROMPTS, max_tokens=200, timeout=100)
+    assert "timeout" in {result.finish_reason for result in several}
+    llm.generate("a", max_tokens=1)  # takes in what has ended
+    assert not llm.engine.pool.stats.in_use
+
+
+@pytest.mark.usefixtures("clock")
+def test_an_answer_in_an_event_loop_ends_when_its_time_is_over(llm: LLM) -> None:
+    async def main() -> None:
+        cut, free = await asyncio.gather(
+            llm.achat("Tell me a story.", max_tokens=60, timeout=30),
+            llm.agenerate(PROMPTS[0], SHORT),
+        )
+        assert (cut.finish_reason, free.finish_reason) == ("timeout", "length")
+        assert cut.completion_tokens < 60
+
+    asyncio.run(main())
+
+
+def test_a_late_answer_of_another_process_ends() -> None:
+    """Also where that process says nothing."""
+    from infer.engine.isolated import WorkerEngine
+    from infer.engine.token_engine import TokenAnswer
+
+    class Silent(WorkerEngine):
+        def __init__(self) -> None:
+            self._changed, self._pid = threading.Condition(), os.getpid()
+
+    answer = TokenAnswer()
+    answer.engine, answer.steps, answer.ended, answer.cancelled = Silent(), deque(), False, False
+    answer.error, answer.deadline = None, time.monotonic() + 0.01
+    assert next(answer, None) is None
+    assert answer.timed_out
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "5", True, float("nan"), float("inf")])
+def test_what_is_no_timeout(llm: LLM, timeout: Any) -> None:
+    for function in (llm.stream, lambda *a, **o: infer.generate("/no/such/model", *a, **o)):
+        with pytest.raises(
+            infer.RequestError, match="timeout must be a positive number of seconds"
+        ):
+            function("a", timeout=timeout)

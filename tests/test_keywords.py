@@ -133,6 +133,7 @@ def test_mypy_refuses_wrong_options_and_no_others(tmp_path: Path) -> None:
         ("max_length", "max_tokens"),
         ("min_new_tokens", "min_tokens"),
         ("bad_words_ids", "bad_words"),
+        ("request_timeout", "timeout"),
         ("structured_outputs", "schema"),
         ("logits_processors", "logits_processor"),
         ("n_ctx", "context, of load()"),
