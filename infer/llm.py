@@ -427,7 +427,8 @@ class LLM:
         token ids, only if tools are given, perhaps an empty list.
 
         Raises RequestError at once for a prompt or a value that cannot be served. Warns with an
-        InferWarning of what the chat template leaves out of the prompt.
+        InferWarning of what the chat template leaves out of the prompt, and of arguments that it
+        does not read.
         """
         self._check_open()
         self._engine.check_adapter(adapter)
@@ -455,6 +456,13 @@ class LLM:
         if is_chat:
             for text in self.tokenizer.left_out(cast(Sequence[Message], prompt), **template_args):
                 warnings.warn(text, InferWarning, stacklevel=3)
+        elif template_args:
+            warnings.warn(
+                f"{' and '.join(template_args)} belong to chat messages, and change nothing for "
+                "another prompt.",
+                InferWarning,
+                stacklevel=3,
+            )
         reading = None
         if is_chat or (tools is not None and not isinstance(prompt, str)):
             reading = Reading.of(self.tokenizer, checked, ids, template_args.get("template"))

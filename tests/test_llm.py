@@ -631,6 +631,11 @@ def test_what_a_chat_template_leaves_out_is_warned_of(llm: LLM) -> None:
     assert len(all_) == 1
     llm.stream(COUNT, template_args={"template": source}).close()
     llm.stream(messages).close()
+    with pytest.warns(infer.InferWarning, match="does not read enable_thinking, which") as caught:
+        llm.stream(messages, template_args={"enable_thinking": False}).close()
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.warns(infer.InferWarning, match="enable_thinking belong to chat messages"):
+        llm.stream(STORY, template_args={"enable_thinking": False}).close()
 
 
 # Streams
