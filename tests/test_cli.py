@@ -47,6 +47,7 @@ from infer.kernels.gpu.device import Device
 from infer.kernels.state.kv_cache import PAGE
 from infer.models.loading.tensors import TensorInfo
 from infer.progress import ProgressLine, size, visible
+from infer.text.folder_tokenizer import open_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_FOLDER = resolve(DEMO).path
@@ -189,6 +190,23 @@ def test_every_sampling_parameter_has_an_option() -> None:
     shown = invoke("run", "--help").stdout
     for field in fields(SamplingParams):
         assert f"--{field.name.replace('_', '-')} " in shown
+
+
+def test_what_ends_an_answer_and_what_is_in_it() -> None:
+    def run(*options: object) -> str:
+        result = invoke("run", "demo", "Count from 1 to 9.", *options, "-q")
+        assert result.exit_code == 0, result.stderr
+        return str(result.stdout).strip()
+
+    five = open_tokenizer(resolve(DEMO).path).encode("5", add_special_tokens=False)[-1]
+    assert run("--stop-token-ids", five) == "1, 2, 3, 4,"
+    assert run("--stop", "5", "--include-stop-str-in-output") == "1, 2, 3, 4, 5"
+    without = run("--bad-words", "5", "--bad-words", "6", "-n", 15)
+    assert without.startswith("1, 2, 3, 4, ")
+    assert not {*without} & {*"56"}
+    assert len(run("--min-tokens", 40, "-n", 44)) > len("1, 2, 3, 4, 5, 6, 7, 8, 9.")
+    assert set(run("--allowed-token-ids", five, "-n", 5)) == {"5"}
+    assert run("--choices", "a b", "--choices", "c") in ("a b", "c")
 
 
 # infer run
