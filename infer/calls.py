@@ -208,12 +208,13 @@ def _misfit(
     function: Callable[..., object],
     own: Signature,
     args: Sequence[object],
-    given: Mapping[str, object],
+    given: Iterable[str],
 ) -> str:
     """A sentence about arguments, with known names, that do not fit a function."""
     name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
     named = [p for p in own.parameters.values() if p.name != "self"]
-    by_place = [p.name for p in named if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    by_place = [p.name for p in named if p.kind <= Parameter.POSITIONAL_OR_KEYWORD]
+    given = [p.name for p in named if p.name in given and p.kind > Parameter.POSITIONAL_ONLY]
     places = args[len(own.parameters.keys() & {"self"}) :]
     if len(places) > len(by_place):
         if not by_place:

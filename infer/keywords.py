@@ -27,7 +27,7 @@ class _AnswerOptions(SamplingOptions, total=False):
 
 class AnswerOptions(_AnswerOptions, total=False):
     """Options of `LLM.generate`, `LLM.chat` and `LLM.stream`, which says what they mean, and of
-    `LLM.agenerate` and `LLM.astream`."""
+    `LLM.agenerate`, `LLM.achat` and `LLM.astream`."""
 
     adapter: str | None
 

@@ -385,7 +385,7 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def _checked_stop(stop: object) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else stop
+    strings = (stop,) if isinstance(stop, str) else () if stop is None else stop
     if not isinstance(strings, list | tuple) or not all(
         isinstance(string, str) and string for string in strings
     ):
