@@ -363,9 +363,9 @@ def test_decode_times_only_its_steps(engine: Engine, depth: int, prompt: int, te
 
 
 def test_sampled_test_uses_every_stage() -> None:
-    """All that change what is sampled: not log probabilities, which tell of it, and no mask, which
-    an answer has that is held to something."""
-    stages = vars(measure.SAMPLED.chain()) | {"logprobs": True, "mask": True}
+    """All that change what is sampled: not log probabilities, which tell of it, and neither a mask
+    nor a least number of tokens, which an answer has that is held to something."""
+    stages = vars(measure.SAMPLED.chain()) | {"logprobs": True, "mask": True, "ends": True}
     assert all(stages.values())
     assert not any(vars(measure.GREEDY.chain()).values())
 

@@ -127,6 +127,7 @@ def test_stop_is_a_tuple_of_strings() -> None:
     assert SamplingParams().stop == ()
     assert SamplingParams(stop="END").stop == ("END",)
     assert SamplingParams(stop=["a", "bc"]).stop == ("a", "bc")
+    assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]
 
 
 def test_defaults_are_the_models() -> None:
