@@ -1,15 +1,19 @@
 """Calls with wrong arguments: errors that say which word is the right one here, also for words of
-other engines."""
+other engines; and warnings, as of the line that calls."""
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from infer.kernels.errors import RequestError
+from infer.kernels.errors import InferWarning, RequestError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -136,6 +140,17 @@ INSTEAD = {
     "use_tqdm": "generate() shows no progress: leave {name} out.",
     "verbose": "Nothing is printed: leave {name} out.",
 }
+
+
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+
+
+def warn(text: str) -> None:
+    """Give an InferWarning, as of the line of the user's program that calls this package."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, InferWarning, stacklevel=level)
 
 
 def check_names(

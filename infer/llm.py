@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.calls import checked
+from infer.calls import checked, warn
 from infer.embedding import POOLINGS, EmbeddingConfig
 from infer.engine.constraint import Constraint, Constraints
 from infer.engine.engine import Engine
@@ -28,7 +27,6 @@ from infer.foreign import shown
 from infer.kernels.errors import (
     ClosedError,
     InferError,
-    InferWarning,
     RequestError,
     UnsupportedError,
 )
@@ -455,13 +453,11 @@ class LLM:
         self._engine.check_prompt(ids)
         if is_chat:
             for text in self.tokenizer.left_out(cast(Sequence[Message], prompt), **template_args):
-                warnings.warn(text, InferWarning, stacklevel=3)
+                warn(text)
         elif template_args:
-            warnings.warn(
+            warn(
                 f"{' and '.join(template_args)} belong to chat messages, and change nothing for "
-                "another prompt.",
-                InferWarning,
-                stacklevel=3,
+                "another prompt."
             )
         reading = None
         if is_chat or (tools is not None and not isinstance(prompt, str)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -13,7 +12,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from infer.calls import check_names, checked
+from infer.calls import check_names, checked, warn
 from infer.embedding import EmbeddingConfig, read_embedding_config
 from infer.engine.engine import Engine
 from infer.engine.isolated import WorkerEngine
@@ -21,7 +20,7 @@ from infer.engine.options import EngineOptions
 from infer.foreign import shown
 from infer.generation_config import notes, sampling_defaults
 from infer.hub import ResolvedModel, resolve, resolve_adapter
-from infer.kernels.errors import InferWarning, RequestError, UnsupportedError
+from infer.kernels.errors import RequestError, UnsupportedError
 from infer.kernels.gpu.adapters import choose_adapter
 from infer.kernels.gpu.device import Device, Settings, enough_threads
 from infer.kernels.gpu.tensor import QUANTIZED, GpuTensor
@@ -273,7 +272,7 @@ def _isolated(
         engine.load(progress)
         defaults = sampling_defaults(generation_config, engine.vocab_size)
         for text in engine.notes:
-            warnings.warn(text, InferWarning, stacklevel=4)
+            warn(text)
         return LLM(resolved.name, engine, tokenizer, defaults, embedding, engine.summary)
     except BaseException:
         engine.close()
@@ -394,7 +393,7 @@ class _Files:
         generation_config = read_json(path / "generation_config.json")
         defaults = sampling_defaults(generation_config, model.config.vocab_size)
         for text in (*checkpoint.notes, *notes(generation_config)):
-            warnings.warn(text, InferWarning, stacklevel=4)
+            warn(text)
         plan = plan_weights(model.weights(), checkpoint, dtype, model.ignorable)
         loras = Loras.fit(model, plan, always=always, named=named)
         plan = plan.joined(loras.names)
