@@ -89,14 +89,13 @@ ELSEWHERE = {
 
 _ONE_GPU = "A model runs on one GPU: leave {name} out, and choose the GPU with device."
 _ON_GPU = "All of a model is computed on the GPU: leave {name} out."
-_ASYNC_OR_NOT = "Call stream() or astream(), which give an answer piece by piece, without {name}."
+_STREAM = "Call stream() or astream(), which give an answer piece by piece, without {name}."
 _SYSTEM = (
     "Give it as the first of the messages: "
     '[{{"role": "system", "content": ...}}, {{"role": "user", "content": ...}}].'
 )
 _TEXT_ONLY = "Models read text alone here: leave {name} out."
 _PROMPT_SCORES = "Call the method prompt_logprobs(prompt) of an LLM."
-_BY_NAME = "Give each option by its own name, such as temperature=0.7, without {name}."
 _LEAVE_OUT = "There is nothing to choose: leave {name} out."
 
 # What has no name here, and what to do instead.
@@ -119,7 +118,7 @@ INSTEAD = {
     "n_threads": _ON_GPU,
     "num_gpu": _ON_GPU,
     "num_thread": _ON_GPU,
-    "options": _BY_NAME,
+    "options": "Give each by its own name, such as temperature=0.7, without {name}.",
     "pipeline_parallel_size": _ONE_GPU,
     "priority": "Answers are generated in the order in which they are asked for: leave {name} out.",
     "prompt_logprobs": _PROMPT_SCORES,
@@ -129,8 +128,8 @@ INSTEAD = {
         "The text of an answer has no special tokens. "
         "decode(result.token_ids, skip_special_tokens=False) shows them."
     ),
-    "stream": _ASYNC_OR_NOT,
-    "streamer": _ASYNC_OR_NOT,
+    "stream": _STREAM,
+    "streamer": _STREAM,
     "system": _SYSTEM,
     "system_prompt": _SYSTEM,
     "tensor_parallel_size": _ONE_GPU,
@@ -138,7 +137,7 @@ INSTEAD = {
     "trust_remote_code": "No code of a model's files is ever run: leave {name} out.",
     "use_beam_search": "There is no beam search: ask for several samples with n.",
     "use_tqdm": "generate() shows no progress: leave {name} out.",
-    "verbose": "Nothing is printed: leave {name} out.",
+    "verbose": "load() shows its progress, and nothing else is printed: leave {name} out.",
 }
 
 

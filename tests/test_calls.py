@@ -223,7 +223,7 @@ def test_what_is_no_size_of_memory(wrong: Any) -> None:
         (lambda llm: infer.load(DEMO, 5), r"load\(\) takes model without a name"),
         (lambda llm: infer.generate(DEMO), r"generate\(\) needs prompt"),
         (lambda llm: infer.embed(DEMO, "a", seed=1), r"seed is an option of generate\(\)"),
-        (lambda llm: infer.chat(DEMO, "a", options={}), "Give each option by its own name"),
+        (lambda llm: infer.chat(DEMO, "a", options={}), "Give each by its own name"),
         (lambda llm: LLM("demo"), r"load\(\) makes an LLM"),
         (lambda llm: LLM(model="demo"), r"load\(\) makes an LLM"),
     ],
