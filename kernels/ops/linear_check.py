@@ -352,7 +352,7 @@ def _head_linear(
     apart: int = 12,
     halves: bool = False,
 ) -> Outcome:
-    """form: what becomes of the values of a head that are not multiplied; apart: how many those are.
+    """form: what becomes of the values of a head that are not multiplied; apart: their number.
     halves: x and the weights are values of f16."""
     (heads, n), keep = (3, 21), form != "alone"
     weight = exact_weight(bench.rng, heads * n, k, dtype)
