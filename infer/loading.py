@@ -442,6 +442,7 @@ class _Files:
                 raise
         ((engine, compiled),) = started
         compiled.result()
+        engine.weights_are_read()
         summary = self.plan.summary
         return LLM(self.name, engine, self.tokenizer, self.defaults, self.embedding, summary)
 

@@ -193,6 +193,14 @@ class Engine(TokenEngine):
         """As `Steps.compile`, the draft model's steps included."""
         self.steps.compile(progress, *([] if self.draft is None else [self.draft.steps]))
 
+    def weights_are_read(self) -> None:
+        """To be called when the weights are there, after `compile`. Only then it is known which of
+        them have `row_scales`: where some do, steps are lowered and compiled once more."""
+        if any(w.row_scales for w in (*self.weights.values(), *self.adapters.multiplied)):
+            for steps in (self.steps, *([] if self.draft is None else [self.draft.steps])):
+                steps.lower_again()
+            self.compile()
+
     def compile_batches(self, params: SamplingParams) -> None:
         """Compile what an answer needs in company, besides what it needs alone."""
         self.steps.compile_batches()

@@ -12,7 +12,7 @@ from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.tensor import HALF, GpuTensor
 from infer.kernels.ops.kv_write import NO_KEY, LatentKey
-from infer.kernels.ops.linear import matmul_variant, multiplied, tile_params
+from infer.kernels.ops.linear import NO_SCALES, matmul_variant, multiplied, tile_params
 from infer.kernels.ops.matmul_matrix import MatrixVariant, matmul_matrix_variant
 from infer.kernels.ops.prepared import Form, Maker, half_operands, lower_half_rows
 from infer.kernels.ops.rope import Rope, lower_rotate
@@ -141,6 +141,7 @@ class HeadLinear(Maker):
         inputs: list[Operand] = [x]
         width = offset + self.x.width
         matrix = self._matrix_variant(low, offset)
+        row_scales = NO_SCALES if matrix is None else weight.row_scales
         if matrix is not None:
             halves = half_operands(padded_rows(low.kind.rows), width)
             lower_half_rows(low, [x, *halves], low.row_grid(self, 1), width, x_stride)
@@ -150,7 +151,7 @@ class HeadLinear(Maker):
             tile = matrix or low.tuning.choose(matmul_variant, low.kind.rows, n, k, False, count)
             low.emit(
                 "matmul" if matrix is None else "matmul_matrix",
-                [*multiplied(shard, inputs), self],
+                [*multiplied(shard, inputs, row_scales), self],
                 tile_grid(-(-n // tile.columns), tile.rows, count),
                 tile_params(low, weight, tile)
                 | ({"X_STRIDE": x_stride} if matrix is None else {"X_WIDTH": width})

@@ -28,6 +28,7 @@ from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.native.library import MatrixShape
 from infer.kernels.gpu.pack import Codes
+from infer.kernels.gpu.row_scales import scale_rows
 from infer.kernels.gpu.tensor import QUANTIZED, Grouping
 from infer.kernels.ops.attention import AttentionMatrixVariant, attention_matrix_variant
 from infer.kernels.ops.elementwise import Activation
@@ -103,7 +104,7 @@ def run_matmul_matrix(
     """What matmul computes, for more than 8 rows, by matrices of f16: the adapter's own, or
     emulated ones where it has none, or where the variant says so."""
     bench.options["tuning"] = ByMatrix(bench.device, variant)
-    return bench.run(_linear(bench, x, weight, **options), plan_rows=TILED)
+    return bench.run(_linear(bench, x, weight, row_scales=True, **options), plan_rows=TILED)
 
 
 EMULATED = MatrixVariant(MatrixShape(16, 16, 16), 8, 16, 32, 16, 16, 32, emulated=True)
@@ -218,11 +219,15 @@ def _linear(
     activation: str | None = None,
     gated: bool = False,
     residual: Array | None = None,
+    row_scales: bool = False,
 ) -> Value:
     value = bench.input(x)
     if norm is not None:
         value = RMSNorm(value, bench.weight(norm[0]), norm[1])
-    y: Value = Linear(value, bench.weight(weight, dtype), bench.vector(bias), scale)
+    stored = bench.weight(weight, dtype)
+    if row_scales:
+        scale_rows(bench.device, [stored])
+    y: Value = Linear(value, stored, bench.vector(bias), scale)
     if gated:
         gate, up = split(y, y.width // 2, y.width // 2)
         y = Activation(gate, activation or "silu") * up

@@ -6,7 +6,7 @@
 // these sums, in registers. DEPTH columns go through workgroup memory at a time, while the next ones are on
 // their way into registers.
 #include "weight_group.wgsl"
-#let EPILOGUE = 4 + SCALES_BOUND
+#let EPILOGUE = 4 + SCALES_BOUND + ROW_SCALES
 #include "matmul_outputs.wgsl"
 #include "epilogue.wgsl"
 #include "half_scale.wgsl"
@@ -20,13 +20,17 @@
 // @param X_OFFSET u32            this and the next are multiples of 8
 // @param X_HEAD u32              columns of x from one head to the next (matmul.wgsl); 0 where there are no heads
 // @param Y_HEAD u32              and of y
+// @param ROW_SCALES bool         rows of W have powers of two (row_scales.wgsl), without which f16 does not hold them
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read> x: array<vec4<u32>>;  // rows up to a multiple of the tile
 #if SCALES_BOUND
 @group(0) @binding(2) var<storage, read> scales: array<u32>;
 #endif
 @group(0) @binding($(2 + SCALES_BOUND)) var<storage, read> x_scales: array<f32>;
-@group(0) @binding($(3 + SCALES_BOUND)) var<storage, read_write> y: array<f32>;
+#if ROW_SCALES
+@group(0) @binding($(3 + SCALES_BOUND)) var<storage, read> row_scales: array<f32>;
+#endif
+@group(0) @binding($(3 + SCALES_BOUND + ROW_SCALES)) var<storage, read_write> y: array<f32>;
 
 #let SIZE = ROWS / SUB_ROWS * COLUMNS / SUB_COLUMNS * LANES
 #let M_MATRICES = SUB_ROWS / MATRIX_M
@@ -80,6 +84,27 @@ fn eight(integers: vec2<u32>, scale: vec2<f32>) -> vec4<u32> {
     INT8_UNIT * scale.x * vec4<f32>(unpack4xI8(integers.y)) + scale.y);
 }
 #endif
+
+#if ROW_SCALES
+fn exponent_of(power: f32) -> i32 {
+  return i32(bitcast<u32>(power) >> 23u) - 127;
+}
+
+fn power_of_two(exponent: i32) -> f32 {
+  return bitcast<f32>(u32(exponent + 127) << 23u);
+}
+#endif
+
+// A sum times the scales of its rows of x and W.
+fn scaled(sum: f32, x_scale: f32, w_row: u32) -> f32 {
+#if ROW_SCALES
+  // In two steps, as the product of both scales may be beyond f32 where the result is not.
+  let exponent = exponent_of(x_scale) + exponent_of(row_scales[w_row]);
+  return sum * power_of_two(exponent / 2) * power_of_two(exponent - exponent / 2);
+#else
+  return x_scale * sum;
+#endif
+}
 
 // What of a row of W an invocation loads in step t; the last of it again beyond that.
 fn unit_of(t: u32, unit: u32) -> u32 {
@@ -144,6 +169,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #else
   let w_from$l = expert_row + first_output + w_row0 + $($l * W_STEP)u;
 #endif
+#if ROW_SCALES
+  let w_factor$l = power_of_two(-exponent_of(row_scales[w_from$l]));
+#endif
 #if BY_BLOCK
   var w_next$l = Block();
 #else
@@ -188,7 +216,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
         W_PLACE + (w_row0 + $($l * W_STEP)u) * POOL_STRIDE + w_unit * $(UNIT / 8)u;
 #if BY_BLOCK
 #for q in 0..PARTS
+#if ROW_SCALES
+      let scale$q = w_factor$l * widen_scale(w_next$l.scale$q, group_of(unit, $qu));
+#else
       let scale$q = widen_scale(w_next$l.scale$q, group_of(unit, $qu));
+#endif
 #endfor
       let low = low_int8(w_next$l.integers);
       let high = high_int8(w_next$l.integers);
@@ -198,7 +230,11 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       pool[place + 3u] = eight(high.zw, scale$(PARTS - 1));
 #else
       let wide = widen_group(w_next$l, unit);
+#if ROW_SCALES
+      pool[place] = eight_halves(w_factor$l * wide[0], w_factor$l * wide[1]);
+#else
       pool[place] = eight_halves(wide[0], wide[1]);
+#endif
 #endif
     }
 #endfor
@@ -256,12 +292,15 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     let row = first_row + sum_row / MATRIX_M * SUB_ROWS + $iu * MATRIX_M + sum_row % MATRIX_M;
     let y_at = y_row(row);
     if (first_output + output < N && is_written(y_at)) {
-      let scale = x_scales[x_row(row)];
+      let x_scale = x_scales[x_row(row)];
+      let w_row = expert_row + first_output + output;
       let place = sum_row * SUM_STRIDE;
-      let sum = scale * bitcast<vec4<f32>>(pool[place + output / 4u])[output % 4u];
+      let sum = scaled(
+        bitcast<vec4<f32>>(pool[place + output / 4u])[output % 4u], x_scale, w_row);
 #if GATED
       let up_at = OUTPUTS + output;
-      let up = scale * bitcast<vec4<f32>>(pool[place + up_at / 4u])[up_at % 4u];
+      let up = scaled(
+        bitcast<vec4<f32>>(pool[place + up_at / 4u])[up_at % 4u], x_scale, w_row + N);
 #else
       let up = 0.0;
 #endif
