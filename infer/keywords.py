@@ -37,6 +37,7 @@ class LoadOptions(TypedDict, total=False):
 
     device: str | int | None
     webgpu: str | None
+    precision: str
     context: int | None
     dtype: str | None
     quantize: str | None

@@ -21,7 +21,7 @@ from infer.foreign import shown
 from infer.generation_config import notes, sampling_defaults
 from infer.hub import ResolvedModel, resolve, resolve_adapter
 from infer.kernels.errors import RequestError, UnsupportedError
-from infer.kernels.gpu.adapters import choose_adapter
+from infer.kernels.gpu.adapters import check_precision, choose_adapter
 from infer.kernels.gpu.device import Device, Settings, enough_threads
 from infer.kernels.gpu.tensor import QUANTIZED, GpuTensor
 from infer.kernels.state.kv_cache import KV_DTYPES
@@ -55,6 +55,7 @@ def load(
     *,
     device: str | int | None = None,
     webgpu: str | None = None,
+    precision: str = "auto",
     context: int | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -82,6 +83,9 @@ def load(
     device: the index of an adapter, or part of its name. None: INFER_DEVICE, or the best one.
     webgpu: the library that runs the kernels, "wgpu-native" or "dawn". None: INFER_WEBGPU, or
         wgpu-native.
+    precision: "auto" multiplies many rows, as of a prompt, in f16 with sums in f32, where the
+        library and the GPU have matrices for that (tensor cores); "f32" never does, which is
+        slower.
     context: the most positions of a prompt and its answer. None: the model's own, but at most 8192,
         or less if that does not fit.
     dtype: convert the matrices to "f32", "f16" or "bf16". None: keep them as they are.
@@ -132,6 +136,7 @@ def load(
     converted = weight_dtype(dtype, quantize)
     check_draft_quantize(draft_quantize, draft)
     _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
+    check_precision(precision)
     template = None if chat_template is None else own_template(chat_template)
     with ProgressLine(False if callable(progress) else progress) as line:
         report = progress if callable(progress) else line.loading
@@ -144,6 +149,7 @@ def load(
             asked: dict[str, Any] = {
                 "device": device,
                 "webgpu": webgpu,
+                "precision": precision,
                 "context": context,
                 "dtype": dtype,
                 "quantize": quantize,
@@ -164,7 +170,7 @@ def load(
             asked["adapters"] = paths or None
             return _isolated(resolved, asked, template, report)
         always, named = open_adapters(adapter, adapters, offline, fetched)
-        gpu = choose_adapter(device, webgpu)
+        gpu = choose_adapter(device, webgpu, precision)
         way = way_to_speculate(speculate, draft)
         drafts = way if draft is None else "draft"
         files = _Files.open(resolved, converted, always, named, drafts, template)
@@ -217,6 +223,7 @@ def check_options(
     speculate: str | None,
     draft: str | Path | None,
     draft_quantize: str | None,
+    precision: str,
     **_: Any,
 ) -> None:
     """Check options of `load` as far as that needs no model, for programs that load one later.
@@ -224,6 +231,7 @@ def check_options(
     weight_dtype(dtype, quantize)
     check_draft_quantize(draft_quantize, draft)
     _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
+    check_precision(precision)
     EngineOptions(
         context=DEFAULT_CONTEXT if context is None else context,
         max_batch=_BATCH if max_batch is None else max_batch,

@@ -734,6 +734,10 @@ def test_json_holds_everything() -> None:
     before = {name: value for name, value in values.items() if name != "loads"}
     assert BenchReport.from_json(json.dumps(before)) == REPORT
     assert REPORT.file_name == "2026-01-02-a-gpu-x-tiny-model-bf16.json"
+    exact = replace(REPORT, precision="f32", products="f32")
+    assert exact.file_name == "2026-01-02-a-gpu-x-tiny-model-bf16-precision-f32.json"
+    assert exact.model_and_dtypes == "org/Tiny Model bf16, precision f32"
+    assert "; products in f32" in format_report(exact)
     with pytest.raises(ValueError, match="schema 1"):
         BenchReport.from_json(json.dumps(values | {"schema": 2}))
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +44,7 @@ from infer.kernels.checks.bench import CheckResult
 from infer.kernels.errors import DeviceError
 from infer.kernels.gpu.adapters import AdapterInfo, MemoryInfo
 from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.native.library import MatrixShape
 from infer.kernels.state.kv_cache import PAGE
 from infer.models.loading.tensors import TensorInfo
 from infer.progress import ProgressLine, size, visible
@@ -386,8 +387,8 @@ def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused("run", "org/name", "-p", "x", *flags) == "error: seen enough"
     given = {"model": "org/name", "device": "1", "dtype": "f16", "revision": "v2", "offline": True}
     assert seen.items() >= given.items()
-    refused("run", "demo", "-p", "x", "--quantize", "q4")
-    assert (seen["dtype"], seen["quantize"]) == (None, "q4")
+    refused("run", "demo", "-p", "x", "--quantize", "q4", "--precision", "f32")
+    assert (seen["dtype"], seen["quantize"], seen["precision"]) == (None, "q4", "f32")
     for command in (("run", "demo", "-p", "x"), ("chat", "demo")):
         refused(*command, "--chat-template", "{own}.jinja")
         assert seen.pop("chat_template") == Path("{own}.jinja")
@@ -1034,6 +1035,19 @@ def test_info_text(monkeypatch: pytest.MonkeyPatch) -> None:
     result = invoke(*flags)
     assert result.exit_code == 0
     assert "fits        no: The model needs " in result.stdout
+
+
+def test_info_tells_what_products_are_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    (adapter, *_) = infer.list_adapters()
+    own = replace(adapter, matrices=(MatrixShape(16, 16, 16),))
+    monkeypatch.setattr("infer.kernels.gpu.adapters.list_adapters", lambda _: [own])
+    assert "products    f16, by matrices, with sums in f32\n" in invoke("info", "demo").stdout
+    text = invoke("info", "demo", "--precision", "f32").stdout
+    assert "products    f32\n" in text
+    for options, products in (((), "f16"), (("--precision", "f32"), "f32")):
+        assert json.loads(invoke("info", "demo", *options, "--json").stdout)["products"] == products
+    with pytest.raises(infer.UnsupportedError, match="precision must be one of auto, f32"):
+        infer.load("demo", precision="f16")
 
 
 def test_info_opens_nothing_and_needs_nothing(

@@ -83,6 +83,13 @@ class Speculate(StrEnum):
     MTP = "mtp"
 
 
+class Precision(StrEnum):
+    """How products are computed."""
+
+    AUTO = "auto"
+    F32 = "f32"
+
+
 class KVDtype(StrEnum):
     """What keys and values can be stored as."""
 
@@ -204,6 +211,14 @@ WebgpuOption = Annotated[
         help="The library that runs the kernels: wgpu-native, or dawn, which has tensor cores and "
         "is an extra of this package. Without it, the one that the variable INFER_WEBGPU names, "
         "else wgpu-native.",
+    ),
+]
+PrecisionOption = Annotated[
+    Precision,
+    loading_option(
+        "--precision",
+        help="auto: where GPU and library have matrices for that (tensor cores), many rows, as of "
+        "a prompt, are multiplied in f16, with sums in f32. f32: never, which is slower.",
     ),
 ]
 ContextOption = Annotated[

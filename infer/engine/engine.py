@@ -213,6 +213,11 @@ class Engine(TokenEngine):
         return self.device.adapter
 
     @property
+    def products(self) -> str:
+        """What many rows are multiplied in, as of AdapterInfo."""
+        return "f32" if self.options.invariant else self.gpu.products
+
+    @property
     def queue(self) -> StepQueue:
         """The queue that steps are submitted to."""
         return self.submissions.queue
