@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.checks.arrays import Array, to_rows
+from infer.kernels.checks.arrays import Array, rounded, to_rows
 from infer.kernels.checks.bench import TILED, Bench, Case, Outcome
 from infer.kernels.checks.forward import Floats
 from infer.kernels.checks.inputs import FLOATS, activations, exact_weight
@@ -20,6 +20,7 @@ from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.gpu.tensor import QUANTIZED
 from infer.kernels.ops.elementwise_check import ACTIVATIONS, clamped_swiglu
 from infer.kernels.ops.experts import ExpertDown, ExpertGateUp, Route
+from infer.kernels.ops.linear_check import ByMatrix
 from infer.kernels.ops.norm import RMSNorm
 
 
@@ -202,6 +203,10 @@ def cases() -> Iterator[Case]:
     for dtype, rows in product(("bf16", "q4"), (3, 40)):
         run = partial(_gate_up, dtype=dtype, rows=rows, gated=False)
         yield Case("expert_gate_up", f"{dtype}, {rows} rows, no gates", run)
+    for dtype in ("bf16", "q4"):
+        for kernel, function in (("expert_gate_up", _gate_up), ("expert_down", _down)):
+            run = partial(function, dtype=dtype, rows=9, bias=True, by_matrix=True)
+            yield Case(kernel, f"{dtype}, by matrices of f16", run)
 
 
 def _route(
@@ -228,27 +233,43 @@ def _route(
 
 
 def _gate_up(
-    bench: Bench, dtype: str, rows: int, bias: bool = False, gated: bool = True
+    bench: Bench,
+    dtype: str,
+    rows: int,
+    bias: bool = False,
+    gated: bool = True,
+    by_matrix: bool = False,
 ) -> Outcome:
     """bias: with the activation of gpt-oss too; not gated: with that of Nemotron."""
     x, exact = activations(bench.rng, rows, 67, dtype)
     logits = bench.random(rows, 7)
     n = (1 + gated) * 21
-    weight = exact_weight(bench.rng, 7 * n, 67, dtype).reshape(7, n, 67)
+    weight = multiplier = exact_weight(bench.rng, 7 * n, 67, dtype).reshape(7, n, 67)
+    if by_matrix:
+        x = exact = rounded(bench.random(rows, 67), "f16")
+        multiplier = rounded(weight, "f16")
+        bench.options["tuning"] = ByMatrix(bench.device)
     added = 5 * bench.random(7, n) if bias else None
     function = "clamped_swiglu" if bias else "silu" if gated else "relu2"
     own: dict[str, Any] = {"bias": added, "function": function, "gated": gated}
-    y = run_expert_gate_up(bench, x, logits, weight, slots=3, dtype=dtype, **own)
-    return y, expert_gate_up(exact, route(logits, 3, False)[0], weight, **own)
+    how: dict[str, Any] = {"slots": 3, "dtype": dtype, "tiled": by_matrix}
+    y = run_expert_gate_up(bench, x, logits, weight, **how, **own)
+    return y, expert_gate_up(exact, route(logits, 3, False)[0], multiplier, **own)
 
 
-def _down(bench: Bench, dtype: str, rows: int, bias: bool = False) -> Outcome:
+def _down(
+    bench: Bench, dtype: str, rows: int, bias: bool = False, by_matrix: bool = False
+) -> Outcome:
     both = activations(bench.rng, 3 * rows, 37, dtype, many=rows > MAX_VEC_ROWS)
     x, exact = (part.reshape(rows, 3, 37) for part in both)
     logits, residual = bench.random(rows, 7), bench.random(rows, 67)
-    weight = exact_weight(bench.rng, 7 * 67, 37, dtype).reshape(7, 67, 37)
+    weight = multiplier = exact_weight(bench.rng, 7 * 67, 37, dtype).reshape(7, 67, 37)
+    if by_matrix:
+        x = exact = rounded(bench.random(rows, 3, 37), "f16")
+        multiplier = rounded(weight, "f16")
+        bench.options["tuning"] = ByMatrix(bench.device)
     added = bench.random(7, 67) if bias else None
     own: dict[str, Any] = {"dtype": dtype, "residual": residual, "bias": added}
-    y = run_expert_down(bench, x, logits, weight, **own)
+    y = run_expert_down(bench, x, logits, weight, tiled=by_matrix, **own)
     ids, weights = route(logits, 3, False)
-    return y, residual + expert_down(exact, ids, weights, weight, added)
+    return y, residual + expert_down(exact, ids, weights, multiplier, added)

@@ -107,7 +107,8 @@ def run_matmul_matrix(
     return bench.run(_linear(bench, x, weight, row_scales=True, **options), plan_rows=TILED)
 
 
-EMULATED = MatrixVariant(MatrixShape(16, 16, 16), 8, 16, 32, 16, 16, 32, emulated=True)
+# With 8 lanes, each of more values, it would compile six times as long in software.
+EMULATED = MatrixVariant(MatrixShape(16, 16, 16), 32, 16, 32, 16, 16, 32, emulated=True)
 
 
 class ByMatrix(Tuning):
@@ -296,6 +297,12 @@ def cases() -> Iterator[Case]:
     for dtype, form in product(("bf16", "q4"), ("alone", "half-split")):
         run = partial(_head_matrix, dtype=dtype, form=form)
         yield Case("matmul_matrix", f"{dtype}, 40 rows, heads {form}", run)
+    for dtype, grouping in PUBLISHED:
+        run = partial(_grouped, dtype=dtype, grouping=grouping, rows=33, by_matrix=True)
+        yield Case("matmul_matrix", f"{dtype}, 33 rows, {grouping}", run)
+    for dtype in ("f32", "bf16"):
+        run = partial(_beyond_f16, dtype=dtype)
+        yield Case("matmul_matrix", f"{dtype}, rows of weights beyond f16", run)
     kept = product(("bf16",), (1, 3, 40), ("alone", "kept", "half-split", "interleaved"))
     for dtype, rows, form in [*kept, *product(QUANTIZED, (3, 40), ("alone",))]:
         run = partial(_head_linear, dtype=dtype, rows=rows, form=form)
@@ -375,9 +382,25 @@ def _head_linear(
     return y, head_linear(exact, weight.reshape(heads, n, k), keep)
 
 
-def _grouped(bench: Bench, dtype: str, grouping: Grouping, rows: int) -> Outcome:
+def _beyond_f16(bench: Bench, dtype: str) -> Outcome:
+    """Rows of activations and of weights from 2^-40 to 2^40; each result over those of its rows."""
+    x, powers = rounded(bench.random(33, 331), "f16"), np.arange(-40, 41, 10.0)
+    weight = rounded(rounded(bench.random(37, 331), dtype), "f16")
+    of_x, of_w = np.exp2(np.resize(powers, (33, 1))), np.exp2(np.resize(powers, (37, 1)))
+    own_x, own_w = (x * of_x).astype(np.float32), (weight * of_w).astype(np.float32)
+    y = run_matmul_matrix(bench, own_x, own_w, dtype=dtype)
+    return y / (of_x * of_w.T), matmul(x, weight)
+
+
+def _grouped(
+    bench: Bench, dtype: str, grouping: Grouping, rows: int, by_matrix: bool = False
+) -> Outcome:
     x, exact = activations(bench.rng, rows, 331, dtype)
     weight, values = grouped(bench.rng, (37, 331), dtype, grouping)
+    if by_matrix:
+        x = rounded(bench.random(rows, 331), "f16")
+        halves = rounded(values.astype(np.float32), "f16")
+        return run_matmul_matrix(bench, x, weight), matmul(x, halves)
     function = run_matmul_vec if rows <= 8 else run_matmul
     return function(bench, x, weight), matmul(exact, multiplied(weight, values))
 
