@@ -2,6 +2,7 @@
 // largest f16. flags[params.index] becomes 1 if f16 does not hold a row as it is, because its largest value is above
 // 65,504, or below 2^-14, where f16 has fewer bits.
 #include "grid.wgsl"
+#include "half_scale.wgsl"
 #include "weight_group.wgsl"
 struct Place {
   rows: u32,   // of this shard
@@ -40,11 +41,8 @@ fn main(
   atomicMax(&most, bitcast<u32>(max(two.x, two.y)));
   workgroupBarrier();
   if (tid == 0u) {
-    let bits = atomicLoad(&most);
-    // A row of zeros, or of values that are nearly zeros, has the scale of one that has an inverse.
-    let exponent = clamp(bits >> 23u, 20u, 254u);
-    row_scales[row] = bitcast<f32>((exponent - 14u) << 23u);
-    let value = bitcast<f32>(bits);
+    let value = bitcast<f32>(atomicLoad(&most));
+    row_scales[row] = half_scale(value).inverse;
     if (value > 65504.0 || (value > 0.0 && value < 0x1p-14)) {
       atomicStore(&flags[params.index], 1u);
     }
