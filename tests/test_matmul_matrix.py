@@ -17,7 +17,7 @@ from test_kernels import LIMIT, Case, Factors, normal, pairwise
 import infer
 from infer.engine.engine import Engine
 from infer.kernels.checks.arrays import rounded, to_gpu
-from infer.kernels.checks.bench import Bench
+from infer.kernels.checks.bench import TILED, Bench
 from infer.kernels.checks.inputs import FLOATS, PUBLISHED, grouped
 from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.tuning import Tuning
@@ -28,7 +28,14 @@ from infer.kernels.gpu.pack import from_bf16, to_bf16
 from infer.kernels.gpu.row_scales import scale_rows
 from infer.kernels.gpu.shader import _WORKGROUP, Declared, KernelSpec, render
 from infer.kernels.gpu.tensor import QUANTIZED, Grouping
-from infer.kernels.ops.linear_check import EMULATED, ByMatrix, matmul, run_matmul_matrix
+from infer.kernels.ops.head_linear import HeadLinear
+from infer.kernels.ops.linear_check import (
+    EMULATED,
+    ByMatrix,
+    head_linear,
+    matmul,
+    run_matmul_matrix,
+)
 from infer.kernels.ops.matmul_matrix import MatrixVariant, matmul_matrix_variant
 from infer.models.loading.checkpoint import Checkpoint
 from infer.sampling import SamplingParams
@@ -325,3 +332,16 @@ def test_loading_ends_with_what_is_known_of_the_weights(monkeypatch: pytest.Monk
     monkeypatch.setattr(Engine, "weights_are_read", lambda _: done.append("read"))
     infer.load("demo", context=64, max_batch=1).close()
     assert done == ["compiled", "read"]
+
+
+def test_rows_of_weights_beyond_f16_of_heads(device: Device, rng: np.random.Generator) -> None:
+    heads, n, k = 3, 21, 128
+    x, weight = rounded(normal(rng, 20, heads * k), "f16"), rounded(normal(rng, 63, k), "f16")
+    scales = np.exp2(np.resize([40, 0, -40], heads * n))
+    with device.scope():
+        bench = Bench(device, tuning=ByMatrix(device))
+        stored = to_gpu(device, (weight * scales[:, None]).astype(np.float32))
+        scale_rows(device, [stored])
+        assert stored.row_scales
+        y = bench.run(HeadLinear(bench.input(x), stored, heads), plan_rows=TILED)
+    assert nmse(y / scales, head_linear(x, weight.reshape(heads, n, k))) <= LIMIT
