@@ -39,7 +39,7 @@ def packaged(*patterns: str) -> dict[str, Path]:
     }
 
 
-WANTED = packaged("*.py", "py.typed", "wgsl/*/*.wgsl", "demo/*.*", "demo/draft/*", "*.html")
+WANTED = packaged("*.py", "py.typed", "wgsl/*/*.wgsl", "demo/*.*", "demo/draft/*", "page/*.*")
 
 
 def run(*command: str | Path, cwd: Path = Path("/"), **variables: str) -> str:

@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -95,9 +96,10 @@ def test_the_page_is_open_and_runs_nothing_but_its_own_script() -> None:
         for part in (response.getheader("content-security-policy") or "").split(";")
     )
     for tag in ("script", "style"):
-        (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag.encode(), tag.encode()), data, re.S)
-        digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
-        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+        contents = re.findall(rb"<%b>(.*?)</%b>" % (tag.encode(), tag.encode()), data, re.S)
+        digests = [base64.b64encode(hashlib.sha256(each).digest()).decode() for each in contents]
+        assert contents
+        assert policy[f"{tag}-src"].split() == [f"'sha256-{digest}'" for digest in digests]
     assert (policy["default-src"], policy["connect-src"]) == ("'none'", "'self'")
     assert policy["require-trusted-types-for"] == "'script'"
     assert response.getheader("x-content-type-options") == "nosniff"
@@ -107,6 +109,16 @@ def test_the_page_is_open_and_runs_nothing_but_its_own_script() -> None:
     hrefs = re.findall(r"""href=["']([^"']*)""", text)
     assert hrefs
     assert all(href.startswith(("#", "data:image/svg+xml,")) for href in hrefs)
+
+
+def test_the_page_is_one_request_and_cached() -> None:
+    with serving(fake_service(ScriptedEngine("x"))) as address:
+        response, data = ask(address, "/")
+        tag = response.getheader("etag") or ""
+        assert len(data) < 500_000
+        again, nothing = ask(address, "/", headers={"If-None-Match": tag})
+        assert (again.status, nothing, again.getheader("etag")) == (304, b"", tag)
+        assert ask(address, "/", headers={"If-None-Match": '"old"'})[1] == data
 
 
 def test_a_model_without_a_chat_template_is_told_by_a_code() -> None:
@@ -169,7 +181,7 @@ def open_page(browser: Any) -> Iterator[Open]:
         page.on("console", told)
         page.on("request", requested)
         page.goto(address)
-        until(page, "models.length || serverError")
+        until(page, "app.models.length || app.serverError")
         return page
 
     yield open_one
@@ -248,6 +260,35 @@ def test_a_conversation(open_page: Open) -> None:
     say(page, "Once more")
     ended(page)
     assert len(engine.prompts[3]) == 5
+
+
+def test_the_modules_import_what_they_need(browser: Any) -> None:
+    """They are sent as one script, in which nothing needs to be imported: here a browser takes them
+    as the modules that they are."""
+    folder = files("infer.server").joinpath("page")
+    context = browser.new_context()
+    page = context.new_page()
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+
+    def module(route: Any) -> None:
+        name = route.request.url.rsplit("/", 1)[1]
+        text = folder.joinpath(name).read_text(encoding="utf-8")
+        route.fulfill(body=text, content_type="text/javascript")
+
+    text = folder.joinpath("page.html").read_text(encoding="utf-8")
+    text = text.replace("<script>", '<script type="module">')
+    text = text.replace("{{ script }}", 'import "./main.js";').replace("{{ entities }}", "{}")
+    with serving(fake_service(ScriptedEngine("*a* `b`"))) as address:
+        page.route("**/*.js", module)
+        page.route(f"{address}/", lambda route: route.fulfill(body=text, content_type="text/html"))
+        page.goto(address)
+        page.wait_for_selector(".empty h2:text('tiny')")
+        say(page, "Hi")
+        page.wait_for_selector("article em")
+        ended(page)
+    context.close()
+    assert not wrong
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""The page at /, to chat with the model in a browser: one file, which asks the endpoints here."""
+"""The page at /, to chat with the model in a browser: the files of page/, sent as one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from functools import cache
 from html.entities import html5
 from importlib.resources import files
@@ -13,19 +14,26 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import Response
 
+_IMPORT = re.compile(r'^import [^;]*? from "\./(.*)";\n', re.M)
+_EXPORT = re.compile(r"^export ", re.M)
+
 
 @cache
-def _page() -> tuple[str, str]:
-    """Its text, with the characters that markdown has names for, and the policy by which a browser
-    runs the page's own script and no other, and asks this server alone."""
-    text = files("infer.server").joinpath("page.html").read_text(encoding="utf-8")
-    named = {name[:-1]: text for name, text in html5.items() if name.endswith(";")}
-    entities = json.dumps(named, ensure_ascii=False, separators=(",", ":")).replace("<", r"\u003c")
-    text = text.replace('id="entities">', f'id="entities">{entities}')
+def _page() -> tuple[str, dict[str, str]]:
+    """Its text, and its headers. The policy has a browser run the page's own scripts and no others,
+    and ask this server alone."""
+    parts = {
+        "style": _read("page.css"),
+        "entities": _entities(),
+        "script": '"use strict";\n' + "\n".join(_modules("main.js", set())),
+    }
+    text = _read("page.html")
+    for name, part in parts.items():
+        text = text.replace(f"{{{{ {name} }}}}", part)
     policy = {
         "default-src": "'none'",
-        "script-src": _hash(text, "script"),
-        "style-src": _hash(text, "style"),
+        "script-src": _hashes(text, "script"),
+        "style-src": _hashes(text, "style"),
         "connect-src": "'self'",
         "img-src": "data:",
         "base-uri": "'none'",
@@ -34,21 +42,49 @@ def _page() -> tuple[str, str]:
         "require-trusted-types-for": "'script'",
         "trusted-types": "'none'",
     }
-    return text, "; ".join(f"{name} {value}" for name, value in policy.items())
+    headers = {
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",  # a browser asks whether it has the newest
+        "ETag": f'"{hashlib.sha256(text.encode()).hexdigest()}"',
+    }
+    return text, headers
 
 
-def _hash(text: str, tag: str) -> str:
-    (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.S)
-    digest = hashlib.sha256(content.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
+def _read(name: str) -> str:
+    return files("infer.server").joinpath("page", name).read_text(encoding="utf-8")
+
+
+def _modules(name: str, seen: set[str]) -> Iterator[str]:
+    """The modules that one imports, in the order in which a browser would run them, and then
+    itself. They share a scope, so that no name may be in two of them, and none needs to be
+    imported."""
+    seen.add(name)
+    text = _read(name)
+    for imported in _IMPORT.findall(text):
+        if imported not in seen:
+            yield from _modules(imported, seen)
+    # What would end the script's element, or have it end later, is neither in a string nor a regex.
+    text = _EXPORT.sub("", _IMPORT.sub("", text))
+    yield re.sub(r"<(?=!--|/?script)", r"\\x3c", text, flags=re.I)
+
+
+def _entities() -> str:
+    """The characters that markdown has names for, as JSON."""
+    named = {name[:-1]: text for name, text in html5.items() if name.endswith(";")}
+    return json.dumps(named, ensure_ascii=False, separators=(",", ":")).replace("<", r"\u003c")
+
+
+def _hashes(text: str, tag: str) -> str:
+    """By which a policy knows the page's own elements."""
+    contents = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.S)
+    digests = [hashlib.sha256(content.encode()).digest() for content in contents]
+    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
 
 
 async def page(request: Request) -> Response:
-    text, policy = _page()
-    headers = {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
+    text, headers = _page()
+    if request.headers.get("if-none-match") == headers["ETag"]:
+        return Response(status_code=304, headers=headers)
     return Response(text, headers=headers, media_type="text/html")

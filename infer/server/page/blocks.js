@@ -1,0 +1,152 @@
+// Blocks of markdown: paragraphs, lists, code, tables.
+
+import { button, copied, el } from "./dom.js";
+import { DEPTH, inline, literal } from "./inline.js";
+
+const FENCE = /^( {0,3})(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*$/;
+const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/;
+const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
+const QUOTE = /^ {0,3}> ?/;
+const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)/;
+const DELIMITERS = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+
+const isTable = (lines, i) =>
+  lines[i].includes("|") && i + 1 < lines.length && lines[i + 1].includes("-") && DELIMITERS.test(lines[i + 1]);
+const begins = (line) => [FENCE, HEADING, RULE, QUOTE, ITEM].some((kind) => kind.test(line));
+const indent = (line) => line.length - line.trimStart().length;
+
+/** The blocks of some lines: {kind, from, to} and what each kind has. */
+export function* blocks(lines, depth) {
+  let i = 0;
+  while (i < lines.length) {
+    const line = lines[i], from = i;
+    let found, block;
+    if (!line.trim()) { i++; continue; }
+    if ((found = FENCE.exec(line))) {
+      const [, space, fence, language] = found;
+      const end = new RegExp(`^ {0,3}${fence[0]}{${fence.length},}[ \\t]*$`);
+      const text = [];
+      for (i++; i < lines.length && !end.test(lines[i]); i++)
+        text.push(lines[i].slice(Math.min(indent(lines[i]), space.length)));
+      if (i === lines.length && !text.at(-1)) text.pop(); // its line end came, and no more
+      i++;
+      block = { kind: "code", language: literal(language), text: text.join("\n") };
+    } else if ((found = HEADING.exec(line))) {
+      i++;
+      block = { kind: "heading", level: found[1].length, text: found[2].trim().replace(/ #+$/, "") };
+    } else if (RULE.test(line)) {
+      i++;
+      block = { kind: "rule" };
+    } else if (depth < DEPTH && QUOTE.test(line)) {
+      const inner = [];
+      for (; i < lines.length && QUOTE.test(lines[i]); i++) inner.push(lines[i].replace(QUOTE, ""));
+      block = { kind: "quote", lines: inner };
+    } else if (depth < DEPTH && ITEM.test(line)) {
+      const items = [];
+      let loose = false;
+      const ordered = /\d/.test(ITEM.exec(line)[2]);
+      while (i < lines.length && (found = ITEM.exec(lines[i])) && /\d/.test(found[2]) === ordered && !RULE.test(lines[i])) {
+        const [head, space, mark] = found;
+        const own = [lines[i].slice(head.length)];
+        for (i++; i < lines.length; i++) {
+          const next = lines[i];
+          if (!next.trim()) {
+            // A blank line is within the item if what follows is.
+            let after = i;
+            while (after < lines.length && !lines[after].trim()) after++;
+            if (after === lines.length || indent(lines[after]) < space.length + 2) break;
+            loose = true;
+            own.push("");
+          } else if (indent(next) >= space.length + 2 || (!begins(next) && lines[i - 1].trim())) {
+            own.push(next.slice(Math.min(indent(next), head.length)));
+          } else break;
+        }
+        items.push({ number: parseInt(mark), lines: own });
+        // Blank lines between items of one list.
+        let after = i;
+        while (after < lines.length && !lines[after].trim()) after++;
+        found = after > i && after < lines.length && ITEM.exec(lines[after]);
+        if (found && /\d/.test(found[2]) === ordered && indent(lines[after]) < space.length + 2) {
+          loose = true;
+          i = after;
+        }
+      }
+      block = { kind: "list", ordered, items, loose };
+    } else if (isTable(lines, i)) {
+      const rows = [];
+      const align = cells(lines[i + 1]).map((cell) => (cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "right") : ""));
+      for (rows.push(cells(line)), i += 2; i < lines.length && lines[i].includes("|"); i++) rows.push(cells(lines[i]));
+      block = { kind: "table", rows, align };
+    } else if (/^ {0,3}(?:\$\$|\\\[)/.test(line)) {
+      const end = line.trim().startsWith("$$") ? "$$" : "\\]";
+      let open = line.trim().indexOf(end, 2) < 0;
+      for (i++; open && i < lines.length; i++) open = !lines[i].includes(end);
+      block = { kind: "math", text: lines.slice(from, i).join("\n") };
+    } else {
+      for (i++; i < lines.length && lines[i].trim() && !begins(lines[i]) && !isTable(lines, i); i++);
+      block = { kind: "paragraph", text: lines.slice(from, i).map((each) => each.trimStart()).join("\n") };
+    }
+    yield { ...block, from, to: Math.min(i, lines.length) };
+  }
+}
+
+/** The cells of a row of a table. */
+function cells(row) {
+  const found = row.trim().replace(/^\|/, "").match(/(?:[^|\\`]|\\.?|`[^`]*`|`)+|\|/g) ?? [];
+  const texts = [""];
+  for (const each of found) {
+    if (each === "|") texts.push("");
+    else texts[texts.length - 1] += each;
+  }
+  if (!texts.at(-1).trim()) texts.pop();
+  return texts.map((text) => text.trim().replaceAll("\\|", "|"));
+}
+
+export function blockNode(block, depth) {
+  switch (block.kind) {
+    case "code": return codeNode(block);
+    case "heading": return el(`h${block.level}`, {}, ...inline(block.text));
+    case "rule": return el("hr");
+    case "quote": return el("blockquote", {}, ...blockNodes(block.lines, depth + 1));
+    case "math": return el("div", { className: "math" }, block.text);
+    case "list": return listNode(block, depth);
+    case "table": return tableNode(block);
+    default: return el("p", {}, ...inline(block.text));
+  }
+}
+
+function* blockNodes(lines, depth) {
+  for (const block of blocks(lines, depth)) yield blockNode(block, depth);
+}
+
+function codeNode({ language, text }) {
+  const code = el("code", {}, text);
+  const copy = button("Copy", "quiet", () => copied(copy, code.textContent));
+  const label = language ? `Code, ${language}` : "Code";
+  return el("figure", { className: "code", role: "group", "aria-label": label },
+    el("figcaption", {}, el("span", {}, language || "Code"), copy),
+    el("pre", { tabIndex: 0, role: "region", "aria-label": label }, code));
+}
+
+function listNode({ ordered, items, loose }, depth) {
+  const list = el(ordered ? "ol" : "ul");
+  if (ordered && items[0].number !== 1) list.start = items[0].number;
+  for (const { lines } of items) {
+    lines[0] = lines[0].replace(/^\[ \] /, "☐ ").replace(/^\[[xX]\] /, "☑ ");
+    const parts = [...blocks(lines, depth + 1)].map((block) =>
+      block.kind === "paragraph" && !loose ? inline(block.text) : [blockNode(block, depth + 1)]);
+    list.append(el("li", {}, ...parts.flat()));
+  }
+  return list;
+}
+
+function tableNode({ rows: [head, ...rows], align }) {
+  const row = (texts, kind) => el("tr", {}, ...head.map((_, i) => {
+    const cell = el(kind, {}, ...inline(texts[i] ?? ""));
+    if (kind === "th") cell.scope = "col";
+    if (align[i]) cell.dataset.align = align[i];
+    return cell;
+  }));
+  return el("div", { className: "table", tabIndex: 0, role: "region", "aria-label": "Table" },
+    el("table", {}, el("thead", {}, row(head, "th")), el("tbody", {}, ...rows.map((texts) => row(texts, "td")))));
+}

@@ -1,0 +1,30 @@
+// Conversations, and what the page knows.
+
+import { loadChats } from "./store.js";
+
+export function newChat() {
+  const id = Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
+  return { id, title: "New conversation", named: false, time: 0, model: app.here?.model ?? null,
+    settings: { ...app.here?.settings }, messages: [] };
+}
+
+// State
+
+/** What the page shows, and what it knows of the server. */
+export const app = {
+  models: [],
+  serverError: null, // why the models are not known
+  isWell: true, // whether the server has nothing to say of itself
+  here: null, // the conversation that is shown
+  views: new WeakMap(), // by message, what shows it
+};
+
+export const chats = loadChats();
+export const running = new Map(); // by conversation, the answer that comes: {message, stop, ...}
+export const continues = new Set(); // models without a chat template: they continue a text
+app.here = [...chats.values()].reduce((a, b) => (a && a.time > b.time ? a : b), null) ?? newChat();
+
+/** The model that answers: the conversation's, if it is still there. */
+export function modelOf(chat) {
+  return (app.models.find(({ id }) => id === chat.model) ?? app.models[0])?.id ?? chat.model;
+}

@@ -1,0 +1,44 @@
+// What begins it all: keys, other tabs, and the first look.
+
+import { app, chats, running } from "./chats.js";
+import { showSend, stopAnswer } from "./composer.js";
+import { $ } from "./dom.js";
+import { closeMenu, showChats } from "./list.js";
+import { toEnd } from "./scroll.js";
+import { loadModels, watch } from "./server.js";
+import { applyTheme } from "./settings.js";
+import { CHAT, LOOK, parseChat, saveChat } from "./store.js";
+import { showThread } from "./thread.js";
+
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || event.isComposing || $("settings").open) return;
+  if (document.body.classList.contains("menu")) { closeMenu(); $("menu").focus(); }
+  else if (running.has(app.here.id)) stopAnswer();
+});
+
+// Other tabs
+
+addEventListener("storage", ({ key, newValue }) => {
+  if (key === LOOK) applyTheme();
+  if (!key?.startsWith(CHAT)) return;
+  const id = key.slice(CHAT.length);
+  if (running.has(id)) return;
+  const chat = newValue === null ? null : parseChat(newValue);
+  if (chat) {
+    chats.set(id, chat);
+    if (app.here.id === id) { app.here = chat; showThread(); }
+  } else if (app.here.id !== id) chats.delete(id);
+  showChats();
+});
+addEventListener("pagehide", () => {
+  for (const id of running.keys()) if (chats.has(id)) saveChat(chats.get(id));
+});
+addEventListener("pageshow", ({ persisted }) => { if (persisted) location.reload(); });
+
+applyTheme();
+showChats();
+showThread();
+showSend();
+toEnd();
+loadModels();
+watch(true);
