@@ -61,6 +61,7 @@ class ScriptedEngine(FakeEngine):
         self.endless = self.without_template = False
         self.thoughts: Sequence[str] = ()
         self.prompts: list[Any] = []
+        self.template_args: list[Mapping[str, Any]] = []
 
     async def encode(
         self,
@@ -72,6 +73,7 @@ class ScriptedEngine(FakeEngine):
         if self.without_template and not isinstance(prompt, str):
             raise NoChatTemplateError("This model has no chat template.")
         self.prompts.append(prompt)
+        self.template_args.append(template_args)
         return [1, 2, 3]
 
     def answer(self) -> ScriptedAnswer:
@@ -291,22 +293,108 @@ def test_the_modules_import_what_they_need(browser: Any) -> None:
     assert not wrong
 
 
+def shown(page: Any) -> list[str]:
+    """The texts of the messages that are shown."""
+    texts: list[str] = page.evaluate(
+        "[...document.querySelectorAll('.said, article .md:not([hidden])')].map(e => e.innerText)"
+    )
+    return texts
+
+
+def of_message(page: Any, number: int, label: str) -> Any:
+    """A button of a message."""
+    return page.locator("article").nth(number).get_by_role("button", name=label, exact=True)
+
+
+def test_earlier_answers_are_kept(open_page: Open) -> None:
+    engine = ScriptedEngine("One.", "Two.", "Three.", "Four.")
+    page = open_page(engine)
+    say(page, "Hi")
+    ended(page)
+    for _ in range(2):
+        of_message(page, 1, "Regenerate").click()
+        ended(page)
+    assert shown(page) == ["Hi", "Three."]
+    assert "3 of 3" in page.inner_text(".versions")
+    of_message(page, 1, "Previous version").click()
+    assert shown(page) == ["Hi", "Two."]
+    assert page.evaluate("document.activeElement.title") == "Previous version"
+    page.keyboard.press("Enter")
+    assert shown(page) == ["Hi", "One."]
+    assert of_message(page, 1, "Previous version").is_disabled()
+    assert page.evaluate("document.activeElement.title") == "Next version"
+    page.keyboard.press("Enter")
+    say(page, "Go on")
+    ended(page)
+    assert shown(page) == ["Hi", "Two.", "Go on", "Four."]
+    assert [each["content"] for each in engine.prompts[3]] == ["Hi", "Two.", "Go on"]
+    of_message(page, 1, "Next version").click()
+    assert shown(page) == ["Hi", "Three."]
+    page.reload()
+    page.wait_for_selector(".versions")
+    assert shown(page) == ["Hi", "Three."]
+    of_message(page, 1, "Previous version").click()
+    assert shown(page) == ["Hi", "Two.", "Go on", "Four."]
+
+
 @pytest.mark.full
-def test_the_last_message_can_be_edited(open_page: Open) -> None:
+def test_a_message_is_edited(open_page: Open) -> None:
+    """Any of the user's: what came after it stays with the old version."""
     engine = ScriptedEngine("One.", "Two.", "Three.")
     page = open_page(engine)
     for text in ("first", "second"):
         say(page, text)
         ended(page)
-    assert page.locator("text=Edit").count() == 1
-    page.click("text=Edit")
+    of_message(page, 0, "Edit").click()
     page.keyboard.press("Escape")
     assert page.locator(".editor").count() == 0
-    page.click("text=Edit")
+    of_message(page, 0, "Edit").click()
     page.fill(".editor textarea", "changed")
     page.keyboard.press("Enter")
-    until(page, "document.querySelector('article:last-child').innerText.includes('Three')")
-    assert [message["content"] for message in engine.prompts[2]] == ["first", "One.", "changed"]
+    ended(page)
+    assert shown(page) == ["changed", "Three."]
+    assert [message["content"] for message in engine.prompts[2]] == ["changed"]
+    of_message(page, 0, "Previous version").click()
+    assert shown(page) == ["first", "One.", "second", "Two."]
+
+
+def test_an_answer_is_edited_and_goes_on(open_page: Open) -> None:
+    engine = ScriptedEngine("One two.", " three.", "Yes.")
+    page = open_page(engine)
+    say(page, "Count")
+    ended(page)
+    of_message(page, 1, "Edit").click()
+    page.fill(".editor textarea", "One, two,")
+    page.keyboard.press("Tab")  # over Cancel
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert shown(page) == ["Count", "One, two,"]
+    assert "Edited" in page.inner_text("article:last-child .foot")
+    of_message(page, 1, "Continue").click()
+    ended(page)
+    assert shown(page) == ["Count", "One, two, three."]
+    assert engine.prompts[1][-1] == {"role": "assistant", "content": "One, two,"}
+    assert engine.template_args[1] == {"continue_final_message": True}
+    say(page, "More")
+    ended(page)
+    assert engine.prompts[2][1] == {"role": "assistant", "content": "One, two, three."}
+    assert engine.template_args[2] == {}
+    of_message(page, 1, "Previous version").click()
+    assert shown(page) == ["Count", "One two."]
+
+
+@pytest.mark.full
+def test_an_answer_that_broke_off_goes_on(open_page: Open) -> None:
+    engine = ScriptedEngine(" whole.")
+    page = open_page(engine)
+    page.route(CHAT, lambda route: route.fulfill(**sse({"content": "Half, then"}, end="")))
+    say(page, "Hi")
+    page.wait_for_selector(".failed")
+    page.unroute(CHAT)
+    of_message(page, 1, "Continue").click()
+    ended(page)
+    assert shown(page) == ["Hi", "Half, then whole."]
+    assert page.locator(".failed, .note, .versions").count() == 0
 
 
 @pytest.mark.full

@@ -1,15 +1,16 @@
 // Answers: what is asked for, and what of it has come.
 
-import { app, chats, continues, modelOf, running } from "./chats.js";
+import { chats, contextOf, continues, modelOf, running } from "./chats.js";
 import { tell } from "./events.js";
 import { number } from "./format.js";
 import { Failure, eventsOf, request } from "./server.js";
 import { saveChat } from "./store.js";
+import { addMessage, lastOf, pathOf, removeLast } from "./tree.js";
 
 /** The messages as the server gets them: users' that nothing answers are one. */
 function sentMessages(chat) {
   const sent = chat.settings.system ? [{ role: "system", content: chat.settings.system }] : [];
-  for (const { role, content } of chat.messages) {
+  for (const { role, content } of pathOf(chat)) {
     if (!content) continue;
     if (role === "user" && sent.at(-1)?.role === "user") sent.at(-1).content += `\n\n${content}`;
     else sent.push({ role, content });
@@ -21,105 +22,131 @@ function asked(chat, model) {
   const { temperature, top_p, max_tokens, seed } = chat.settings;
   const own = { temperature, top_p, max_tokens, seed };
   for (const [name, value] of Object.entries(own)) if (value === undefined) delete own[name];
-  const what = continues.has(model)
-    ? { prompt: chat.messages.map(({ content }) => content).join("") }
-    : { messages: sentMessages(chat) };
-  return { model, ...what, ...own, stream: true, stream_options: { include_usage: true } };
+  return { model, ...promptOf(chat, model), ...own, stream: true, stream_options: { include_usage: true } };
+}
+
+/** What is answered, or goes on: an answer that has only begun is no part of it. */
+function promptOf(chat, model) {
+  if (continues.has(model)) return { prompt: pathOf(chat).map(({ content }) => content).join("") };
+  const messages = sentMessages(chat);
+  return messages.at(-1)?.role === "assistant" ? { messages, continue_final_message: true } : { messages };
 }
 
 /** Have the conversation's last message answered. */
-export async function answer(chat) {
-  const model = modelOf(chat);
-  const stop = new AbortController();
-  const message = { role: "assistant", content: "", model, note: "Interrupted." }; // until it has ended
-  const run = { message, stop, spoken: 0, saved: performance.now(), last: performance.now() };
-  running.set(chat.id, run);
-  const begin = performance.now();
-  let first = null, last = null, thought = null, pieces = 0, usage = null, finish = null;
-  // What is asked must not have the answer in it.
-  let body = asked(chat, model);
-  chat.messages.push(message);
+export function answer(chat) {
+  return run(chat, addMessage(chat, { role: "assistant", content: "", model: modelOf(chat) }));
+}
+
+/** Have the last message answered anew, if it is one of the user, or else its answer. */
+export function retry(chat) {
+  if (running.has(chat.id)) return;
+  const last = lastOf(chat);
+  if (last?.role === "assistant") {
+    if (last.error || !last.content) removeLast(chat);
+    else chat.tip = last.parent;
+  }
+  answer(chat);
+}
+
+/** Have the last answer go on where it ends. */
+export function goOn(chat) {
+  if (!running.has(chat.id)) run(chat, lastOf(chat));
+}
+
+async function run(chat, message) {
+  const now = performance.now();
+  const going = { chat, message, model: modelOf(chat), stop: new AbortController(), begin: now, saved: now,
+    heard: now, first: null, last: null, pieces: 0, usage: null, finish: null };
+  running.set(chat.id, going);
+  delete message.error;
+  message.note = "Interrupted."; // until it has ended
   chat.time = Date.now();
   saveChat(chat);
   tell("changed", chat);
-  tell("asked", chat);
+  tell("asked", going);
   try {
-    let response;
-    try {
-      response = await request(continues.has(model) ? "v1/completions" : "v1/chat/completions", body, stop.signal);
-    } catch (error) {
-      if (error.code !== "no_chat_template") throw error;
-      continues.add(model);
-      chat.messages.pop();
-      body = asked(chat, model);
-      chat.messages.push(message);
-      response = await request("v1/completions", body, stop.signal);
-    }
-    for await (const { choices, usage: counted } of eventsOf(response)) {
-      run.last = performance.now();
-      if (counted) usage = counted;
-      const [choice] = choices;
-      if (!choice) continue;
-      if (choice.finish_reason) finish = choice.finish_reason;
-      const reasoning = choice.delta?.reasoning_content;
-      const content = choice.delta?.content ?? choice.text;
-      if (!reasoning && !content) continue;
-      last = performance.now();
-      first ??= last;
-      pieces++;
-      if (reasoning) message.reasoning = (message.reasoning ?? "") + reasoning;
-      if (content) {
-        if (message.reasoning && thought === null) message.thought = (thought = last) - first;
-        message.content += content;
-      }
-      progressed(chat, run);
-    }
-    delete message.note;
-    if (finish === "length") message.note = "The answer was cut off: it reached the limit of tokens.";
-    else if (!message.content && !message.reasoning) message.note = "The model answered nothing.";
+    for await (const event of eventsOf(await asking(going))) take(going, event);
+    message.note = noteOf(going);
   } catch (error) {
     // A page that is left, or loaded anew, loses its connections first, and does not get beyond this.
     if (error.name !== "AbortError") await new Promise((done) => setTimeout(done, 200));
-    delete message.note;
-    if (error.name === "AbortError") message.note = "Stopped.";
-    else {
-      message.error = error.code === "context_length_exceeded" ? tooLong(model)
-        : error instanceof Failure ? error.message : `The answer could not be read: ${error.message}`;
-      if (error.status === 401) tell("key", "The server does not take this API key.");
-      if (!(error instanceof Failure)) console.error(error);
-    }
+    failed(going, error);
   }
-  if (message.reasoning && message.thought === undefined && last !== null) message.thought = last - first;
-  if (first !== null) {
-    const tokens = usage?.completion_tokens ?? pieces;
-    message.stats = { tokens, about: !usage, first: first - begin, seconds: (last - first) / 1000 };
-  }
+  count(going);
   running.delete(chat.id);
   if (!chats.has(chat.id)) return; // it was deleted
   saveChat(chat);
   tell("changed", chat);
-  tell("ended", chat, run);
+  tell("ended", going);
 }
 
-/** Have the last message answered anew. */
-export function retry(chat) {
-  if (running.has(chat.id)) return;
-  if (chat.messages.at(-1)?.role === "assistant") chat.messages.pop();
-  answer(chat);
+/** The response; of a model without a chat template, the continuation of the text. */
+async function asking({ chat, model, stop }) {
+  const path = () => (continues.has(model) ? "v1/completions" : "v1/chat/completions");
+  try {
+    return await request(path(), asked(chat, model), stop.signal);
+  } catch (error) {
+    if (error.code !== "no_chat_template") throw error;
+    continues.add(model);
+    return request(path(), asked(chat, model), stop.signal);
+  }
+}
+
+/** Take in an event of the stream. What there is of the answer is kept twice a second. */
+function take(going, { choices: [choice], usage }) {
+  const { chat, message } = going, now = performance.now();
+  going.heard = now;
+  if (usage) going.usage = usage;
+  if (choice?.finish_reason) going.finish = choice.finish_reason;
+  const reasoning = choice?.delta?.reasoning_content;
+  const content = choice?.delta?.content ?? choice?.text;
+  if (!reasoning && !content) return;
+  going.last = now;
+  going.first ??= now;
+  going.pieces++;
+  if (reasoning) message.reasoning = (message.reasoning ?? "") + reasoning;
+  if (content) {
+    if (message.reasoning) message.thought ??= now - going.first;
+    message.content += content;
+  }
+  tell("piece", going);
+  if (now - going.saved > 500) {
+    going.saved = now;
+    saveChat(chat);
+  }
+}
+
+function noteOf({ message, finish }) {
+  if (finish === "length") return "The answer was cut off: it reached the limit of tokens.";
+  return message.content || message.reasoning ? undefined : "The model answered nothing.";
+}
+
+function failed({ message, model }, error) {
+  if (error.name === "AbortError") { message.note = "Stopped."; return; }
+  delete message.note;
+  message.error = error.code === "context_length_exceeded" ? tooLong(model)
+    : error instanceof Failure ? error.message : `The answer could not be read: ${error.message}`;
+  if (error.status === 401) tell("key", "The server does not take this API key.");
+  if (!(error instanceof Failure)) console.error(error);
 }
 
 /** In a line. The server's own words are for those who wrote a prompt, or started it. */
 function tooLong(model) {
-  const context = app.models.find(({ id }) => id === model)?.max_model_len;
+  const context = contextOf(model);
   const what = context ? `exceeds ${number.format(context)} tokens` : "is too long";
   return `The conversation ${what}. Shorten it, or start a new one.`;
 }
 
-/** A piece has come. What there is of the answer is kept twice a second. */
-function progressed(chat, run) {
-  tell("piece", chat, run);
-  if (performance.now() - run.saved > 500) {
-    run.saved = performance.now();
-    saveChat(chat);
-  }
+/** Note what the answer took. What goes on adds to what there was. */
+function count({ message, begin, first, last, pieces, usage }) {
+  if (first === null) return;
+  if (message.reasoning) message.thought ??= last - first;
+  const before = message.stats;
+  message.stats = {
+    tokens: (before?.tokens ?? 0) + (usage?.completion_tokens ?? pieces),
+    about: !usage || Boolean(before?.about),
+    first: before?.first ?? first - begin,
+    seconds: (before?.seconds ?? 0) + (last - first) / 1000,
+    context: usage?.total_tokens,
+  };
 }

@@ -5,7 +5,7 @@ import { loadChats } from "./store.js";
 export function newChat() {
   const id = Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
   return { id, title: "New conversation", named: false, time: 0, model: app.here?.model ?? null,
-    settings: { ...app.here?.settings }, messages: [] };
+    settings: { ...app.here?.settings }, messages: [], tip: null };
 }
 
 // State
@@ -28,3 +28,6 @@ app.here = [...chats.values()].reduce((a, b) => (a && a.time > b.time ? a : b), 
 export function modelOf(chat) {
   return (app.models.find(({ id }) => id === chat.model) ?? app.models[0])?.id ?? chat.model;
 }
+
+/** How many tokens a conversation with a model may have, where that is known. */
+export const contextOf = (model) => app.models.find(({ id }) => id === model)?.max_model_len;

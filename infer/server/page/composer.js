@@ -8,6 +8,7 @@ import { closeMenu, notice } from "./list.js";
 import { toEnd } from "./scroll.js";
 import { saveChat } from "./store.js";
 import { show, showThread } from "./thread.js";
+import { addMessage, lastOf, removeLast } from "./tree.js";
 
 function showModels() {
   const select = $("model");
@@ -31,14 +32,14 @@ function send() {
   if (!text || running.has(app.here.id)) return;
   $("text").value = "";
   grow($("text"));
-  const last = app.here.messages.at(-1);
-  if (last?.role === "assistant" && !last.content && !last.error) app.here.messages.pop(); // it was stopped, or nothing
+  const last = lastOf(app.here);
+  if (last?.role === "assistant" && !last.content && !last.error) removeLast(app.here); // it was stopped, or nothing
   if (!chats.has(app.here.id)) chats.set(app.here.id, app.here);
   if (!app.here.named && !app.here.messages.some(({ role }) => role === "user")) {
     const line = text.split("\n", 1)[0];
     app.here.title = line.length > 60 ? `${line.slice(0, 60).trimEnd()} …` : line;
   }
-  app.here.messages.push({ role: "user", content: text });
+  addMessage(app.here, { role: "user", content: text });
   notice("");
   answer(app.here);
   toEnd();

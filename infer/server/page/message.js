@@ -1,11 +1,14 @@
 // A message as it is shown.
 
-import { answer, retry } from "./answer.js";
-import { continues, running } from "./chats.js";
-import { $, button, copied, el, grow, onEnter } from "./dom.js";
+import { answer, goOn, retry } from "./answer.js";
+import { app, continues, running } from "./chats.js";
+import { $, button, copied, el, grow, icon, onEnter } from "./dom.js";
+import { tell } from "./events.js";
 import { number, seconds } from "./format.js";
 import { Markdown } from "./markdown.js";
 import { toEnd } from "./scroll.js";
+import { saveChat } from "./store.js";
+import { addMessage, turnTo, versionsOf } from "./tree.js";
 
 function statsText({ tokens, about, first, seconds: took }) {
   const parts = [`${about ? "about " : ""}${number.format(tokens)} ${tokens === 1 ? "token" : "tokens"}`];
@@ -17,67 +20,130 @@ function statsText({ tokens, about, first, seconds: took }) {
   return parts.join(" · ");
 }
 
-export class View {
+export const viewOf = (chat, message) => new (message.role === "user" ? Said : Answer)(chat, message);
+
+class View {
   constructor(chat, message) {
     this.chat = chat;
     this.message = message;
     this.node = el("article", { className: message.role });
-    this.update();
   }
 
-  /** As the message is now. */
-  update() {
+  /** Show the message as it is now. path: the messages that are shown. */
+  update(path) {
     const { chat, message, node } = this;
-    const isLast = chat.messages.at(-1) === message, isRunning = running.get(chat.id)?.message === message;
-    node.classList.toggle("last", isLast || chat.messages.at(-2) === message);
-    if (message.role === "user") {
-      const idle = !running.has(chat.id), lastOfUser = chat.messages.findLast(({ role }) => role === "user") === message;
-      const foot = el("div", { className: "foot" });
-      if (idle && lastOfUser) foot.append(button("Edit", "quiet", () => this.edit()));
-      node.setAttribute("aria-label", "You");
-      node.replaceChildren(el("div", { className: "said" }, message.content), ...(foot.firstChild ? [foot] : []));
-      return;
-    }
+    this.isLast = path.at(-1) === message;
+    this.isIdle = !running.has(chat.id);
+    node.classList.toggle("last", this.isLast || path.at(-2) === message);
+    if (!this.editor) this.fill();
+  }
+
+  foot(...children) {
+    const foot = el("div", { className: "foot" }, ...children.filter(Boolean));
+    return foot.firstChild ? [foot] : [];
+  }
+
+  /** Buttons to go from this version of the message to another; null where there is no other. */
+  versions() {
+    const { chat, message } = this;
+    const all = versionsOf(chat, message), at = all.indexOf(message);
+    if (all.length < 2 || !this.isIdle) return null;
+    const to = (other, name, label) => el("button", { type: "button", className: "icon", disabled: !other,
+      title: label, "aria-label": label, onclick: () => turn(chat, other, name) }, icon(name));
+    return el("span", { className: "versions" }, to(all[at - 1], "back", "Previous version"),
+      el("span", {}, `${at + 1} of ${all.length}`), to(all[at + 1], "forth", "Next version"));
+  }
+
+  /** Edit the message in its place; done, as the button says, gets what it is then. */
+  edit(label, done) {
+    const field = el("textarea", { value: this.message.content, rows: 1, "aria-label": "Edit the message" });
+    const end = () => { this.editor = null; this.reset(); this.fill(); $("text").focus(); };
+    const act = () => {
+      const text = field.value.trim();
+      if (!text || running.has(this.chat.id)) return;
+      end();
+      if (text !== this.message.content) done(text);
+    };
+    field.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") { event.stopPropagation(); end(); }
+    });
+    field.addEventListener("input", () => grow(field));
+    this.editor = el("div", { className: "editor" }, field,
+      el("div", {}, button("Cancel", "edge", end), button(label, "strong", act)));
+    this.node.replaceChildren(this.editor);
+    grow(field);
+    field.focus();
+    return { field, act };
+  }
+
+  reset() { this.node.replaceChildren(); }
+}
+
+/** Show another version of a message. The focus stays at the button, or where that is at its end, beside it. */
+function turn(chat, message, name) {
+  turnTo(chat, message);
+  saveChat(chat);
+  tell("changed", chat);
+  const buttons = [...app.views.get(message).node.querySelectorAll(".versions button")];
+  if (name === "forth") buttons.reverse();
+  buttons.find((each) => !each.disabled)?.focus();
+}
+
+/** A message of the user. */
+class Said extends View {
+  fill() {
+    const { message, node } = this;
+    const edit = this.isIdle && button("Edit", "quiet", () => this.change());
+    node.setAttribute("aria-label", "You");
+    node.replaceChildren(el("div", { className: "said" }, message.content), ...this.foot(this.versions(), edit));
+  }
+
+  change() {
+    const { chat, message } = this;
+    const { field, act } = this.edit("Send", (content) => {
+      addMessage(chat, { role: "user", content }, message.parent);
+      answer(chat);
+    });
+    onEnter(field, act);
+  }
+}
+
+/** An answer. Its text grows in place; what is around it is made anew where it has changed. */
+class Answer extends View {
+  reset() {
+    super.reset();
+    this.markdown = this.reasoning = this.state = null;
+  }
+
+  fill() {
+    const { chat, message, node } = this;
+    const isRunning = running.get(chat.id)?.message === message;
     node.setAttribute("aria-label", message.model ?? "Model");
     if (!this.markdown) {
       this.markdown = new Markdown();
       this.rest = el("div");
       node.append(this.markdown.node, this.rest);
     }
-    if (message.reasoning) this.updateReasoning(isRunning && !message.content);
-    if (continues.has(message.model)) {
-      // A continuation is text, and markdown only by chance.
-      this.markdown.node.className = "said plain";
-      this.markdown.node.textContent = message.content;
-    } else this.markdown.show(message.content);
-    this.markdown.node.hidden = !message.content;
-    const state = [isRunning, isLast, running.has(chat.id), !message.content && !message.reasoning].join();
+    if (message.reasoning) this.fillReasoning(isRunning && !message.content);
+    this.fillText();
+    const isEmpty = !message.content && !message.reasoning;
+    const state = [isRunning, this.isLast, this.isIdle, isEmpty, versionsOf(chat, message).length].join();
     if (state === this.state) return; // the buttons stay, and whatever has the focus
     this.state = state;
-    const again = () => { retry(chat); toEnd(); $("text").focus(); };
-    const foot = el("div", { className: "foot" });
-    const rest = [];
-    if (isRunning) {
-      if (!message.content && !message.reasoning)
-        rest.push(el("div", { className: "waiting", role: "img", "aria-label": "Waiting for the answer" }, el("i"), el("i"), el("i")));
-    } else {
-      if (message.error) {
-        const failed = el("div", { className: "failed" }, el("p", {}, message.error));
-        if (isLast && !running.has(chat.id)) failed.append(button("Try again", "edge", again));
-        rest.push(failed);
-      } else if (message.note) rest.push(el("p", { className: "note" }, message.note));
-      if (message.content) {
-        const copy = button("Copy", "quiet", () => copied(copy, message.content));
-        foot.append(copy);
-      }
-      if (isLast && !message.error && !running.has(chat.id)) foot.append(button("Regenerate", "quiet", again));
-      if (message.stats) foot.append(el("span", { className: "stats" }, statsText(message.stats)));
-      if (foot.firstChild) rest.push(foot);
-    }
-    this.rest.replaceChildren(...rest);
+    this.rest.replaceChildren(...(isRunning ? (isEmpty ? [waiting()] : []) : this.ended()));
   }
 
-  updateReasoning(isThinking) {
+  fillText() {
+    const { content, model } = this.message, { node } = this.markdown;
+    if (continues.has(model)) {
+      // A continuation is text, and markdown only by chance.
+      node.className = "said plain";
+      node.textContent = content;
+    } else this.markdown.show(content);
+    node.hidden = !content;
+  }
+
+  fillReasoning(isThinking) {
     const { message } = this;
     if (!this.reasoning) {
       this.reasoning = new Markdown();
@@ -90,26 +156,39 @@ export class View {
     this.reasoning.show(message.reasoning);
   }
 
-  edit() {
+  /** What stands below an answer that has ended. */
+  ended() {
     const { chat, message } = this;
-    const field = el("textarea", { value: message.content, rows: 1, "aria-label": "Edit the message" });
-    const cancel = () => { this.update(); $("text").focus(); };
-    const send = () => {
-      const text = field.value.trim();
-      if (!text || running.has(chat.id)) return;
-      chat.messages.splice(chat.messages.indexOf(message));
-      chat.messages.push({ role: "user", content: text });
-      $("text").focus();
-      answer(chat);
-    };
-    onEnter(field, send);
-    field.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") { event.stopPropagation(); cancel(); }
+    const acts = this.isLast && this.isIdle;
+    const follow = (act) => () => { act(chat); toEnd(); $("text").focus(); };
+    const more = acts && message.content && button("Continue", message.error ? "edge" : "quiet", follow(goOn));
+    const rest = [];
+    if (message.error) {
+      const again = acts && button("Try again", "edge", follow(retry));
+      rest.push(el("div", { className: "failed" }, el("p", {}, message.error), ...[again, more].filter(Boolean)));
+    } else if (message.note) rest.push(el("p", { className: "note" }, message.note));
+    const copy = message.content && button("Copy", "quiet", () => copied(copy, message.content));
+    return [...rest, ...this.foot(
+      this.versions(),
+      copy,
+      this.isIdle && message.content && button("Edit", "quiet", () => this.change()),
+      !message.error && more,
+      acts && !message.error && button("Regenerate", "quiet", follow(retry)),
+      message.edited && el("span", { className: "stats" }, "Edited"),
+      message.stats && el("span", { className: "stats" }, statsText(message.stats)),
+    )];
+  }
+
+  change() {
+    const { chat, message } = this;
+    const { reasoning, thought, model } = message;
+    this.edit("Save", (content) => {
+      addMessage(chat, { role: "assistant", content, reasoning, thought, model, edited: true }, message.parent);
+      saveChat(chat);
+      tell("changed", chat);
     });
-    field.addEventListener("input", () => grow(field));
-    this.node.replaceChildren(el("div", { className: "editor" }, field,
-      el("div", {}, button("Cancel", "edge", cancel), button("Send", "strong", send))));
-    grow(field);
-    field.focus();
   }
 }
+
+const waiting = () => el("div", { className: "waiting", role: "img", "aria-label": "Waiting for the answer" },
+  el("i"), el("i"), el("i"));

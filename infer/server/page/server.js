@@ -78,7 +78,7 @@ async function healthNow() {
 /** Tell what keeps the server from answering, which it is asked for as long as that lasts, and while an answer
     does not come. */
 export async function watch(now) {
-  const waits = () => [...running.values()].some(({ last }) => performance.now() - last > 2000);
+  const waits = () => [...running.values()].some(({ heard }) => performance.now() - heard > 2000);
   if (now || (!document.hidden && (!app.isWell || waits()))) {
     const { status, message, progress } = await healthNow();
     const was = app.isWell;

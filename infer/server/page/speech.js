@@ -4,11 +4,11 @@ import { app } from "./chats.js";
 import { $, el } from "./dom.js";
 import { on } from "./events.js";
 
-export function speakBlocks(run, ended) {
-  const written = app.views.get(run.message)?.markdown;
-  if (!written) return;
-  const count = written.shown.length - (ended ? 0 : 1);
-  for (; run.spoken < count; run.spoken++) speak(written.said(run.spoken), true);
+export function speakBlocks(going, ended) {
+  const markdown = app.views.get(going.message)?.markdown;
+  if (!markdown) return;
+  const count = markdown.shown.length - (ended ? 0 : 1);
+  for (; going.spoken < count; going.spoken++) speak(markdown.said(going.spoken), true);
 }
 
 export function speak(text, more = false) {
@@ -16,9 +16,13 @@ export function speak(text, more = false) {
   if (text) $("spoken").append(el("p", {}, text));
 }
 
-on("asked", () => speak(null));
-on("ended", (chat, run) => {
-  if (chat !== app.here) return;
-  speakBlocks(run, true);
-  speak(run.message.error ?? run.message.note ?? null, true);
+on("asked", (going) => {
+  // What goes on is said from its last block on.
+  going.spoken = Math.max(0, (app.views.get(going.message)?.markdown?.shown.length ?? 0) - 1);
+  speak(null);
+});
+on("ended", (going) => {
+  if (going.chat !== app.here) return;
+  speakBlocks(going, true);
+  speak(going.message.error ?? going.message.note ?? null, true);
 });

@@ -1,6 +1,7 @@
 // What the browser keeps
 
 import { tell } from "./events.js";
+import { planted } from "./tree.js";
 
 export const CHAT = "infer.chat.", LOOK = "infer.theme", KEY = "infer.key";
 const inMemory = new Map(); // where the browser keeps nothing
@@ -19,13 +20,13 @@ export function keep(name, value) {
   }
 }
 
-/** A conversation: {id, title, named, time, model, settings, messages}. */
+/** A conversation: {id, title, named, time, model, settings, messages, tip}. */
 export function parseChat(text) {
   try {
     const chat = JSON.parse(text);
     if (typeof chat.id === "string" && typeof chat.title === "string" && Array.isArray(chat.messages)) {
       chat.settings ??= {};
-      return chat;
+      return planted(chat);
     }
   } catch { /* not one of ours */ }
   return null;

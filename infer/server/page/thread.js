@@ -1,29 +1,39 @@
 // The conversation that is shown.
 
-import { app, continues, modelOf } from "./chats.js";
+import { app, continues, modelOf, running } from "./chats.js";
 import { $, button, el } from "./dom.js";
 import { on, tell } from "./events.js";
 import { number } from "./format.js";
-import { View } from "./message.js";
+import { viewOf } from "./message.js";
 import { atEnd, toEnd } from "./scroll.js";
 import { loadModels } from "./server.js";
 import { speak, speakBlocks } from "./speech.js";
+import { pathOf } from "./tree.js";
 
 export function showTitle() {
   $("title").textContent = app.here.title;
   document.title = app.here.messages.length ? `${app.here.title} · infer` : "infer";
 }
 
-
 export function showThread() {
-  showTitle();
   app.views = new WeakMap();
-  const shown = app.here.messages.map((message) => {
-    const view = new View(app.here, message);
-    app.views.set(message, view);
+  $("thread").replaceChildren();
+  updateThread();
+}
+
+/** Show the messages of the conversation's path as they are now. Those that were shown keep their elements. */
+function updateThread() {
+  showTitle();
+  const thread = $("thread"), path = pathOf(app.here);
+  if (!path.length) { thread.replaceChildren(emptyNode()); return; }
+  const nodes = path.map((message) => {
+    let view = app.views.get(message);
+    if (!view) app.views.set(message, (view = viewOf(app.here, message)));
+    view.update(path);
     return view.node;
   });
-  $("thread").replaceChildren(...(shown.length ? shown : [emptyNode()]));
+  for (const node of [...thread.children]) if (!nodes.includes(node)) node.remove();
+  for (const node of nodes) if (!node.isConnected) thread.append(node);
 }
 
 function emptyNode() {
@@ -41,41 +51,20 @@ function emptyNode() {
   return node;
 }
 
-/** A conversation has another message, or an answer has begun or ended. */
-function changed(chat) {
-  if (chat !== app.here) return;
-  const follows = atEnd();
-  const thread = $("thread");
-  if (thread.querySelector(".empty")) thread.replaceChildren();
-  const nodes = chat.messages.map((message) => {
-    let view = app.views.get(message);
-    if (view) view.update();
-    else app.views.set(message, (view = new View(chat, message)));
-    return view.node;
-  });
-  for (const node of [...thread.children]) if (!nodes.includes(node)) node.remove();
-  for (const node of nodes) if (!node.isConnected) thread.append(node);
-  showTitle();
-  if (follows) toEnd();
-}
+let frame = 0;
 
-/** Shown once in a frame, however many pieces come. */
-function piece(chat, run) {
-  if (chat !== app.here || frame) return;
+/** Show what has come of an answer, once in a frame, however many pieces come. */
+function showPiece(going) {
+  if (going.chat !== app.here || frame) return;
   frame = requestAnimationFrame(() => {
     frame = 0;
-    if (chat !== app.here) return;
+    if (going.chat !== app.here || running.get(going.chat.id) !== going) return;
     const follows = atEnd();
-    app.views.get(run.message)?.update();
+    app.views.get(going.message)?.update(pathOf(going.chat));
     if (follows) toEnd();
-    speakBlocks(run, false);
+    speakBlocks(going, false);
   });
 }
-
-let frame = 0;
-on("changed", changed);
-on("piece", piece);
-on("models", () => { if (!app.here.messages.length) showThread(); });
 
 export function show(chat) {
   app.here = chat;
@@ -85,3 +74,12 @@ export function show(chat) {
   toEnd();
   $("text").focus();
 }
+
+on("changed", (chat) => {
+  if (chat !== app.here) return;
+  const follows = atEnd();
+  updateThread();
+  if (follows) toEnd();
+});
+on("piece", showPiece);
+on("models", () => { if (!app.here.messages.length) showThread(); });
