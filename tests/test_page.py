@@ -10,7 +10,9 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,12 +157,15 @@ Open = Callable[..., Any]
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Open]:
     """Opens the page on an engine, and waits until it knows the models. Nothing may go wrong in it,
-    nor anything be asked of another server."""
+    nor anything be asked of another server. init: a script that runs before the page's own."""
     wrong: list[str] = []
     contexts, servers = [], []
 
     def open_one(
-        served: ScriptedEngine | Host, api_keys: Sequence[str] = (), **context: Any
+        served: ScriptedEngine | Host,
+        api_keys: Sequence[str] = (),
+        init: str = "",
+        **context: Any,
     ) -> Any:
         if isinstance(served, ScriptedEngine):
             served = fake_service(served, api_keys=api_keys, keepalive=600)
@@ -168,6 +173,7 @@ def open_page(browser: Any) -> Iterator[Open]:
         address = server.__enter__()
         servers.append(server)
         contexts.append(browser.new_context(**context))
+        contexts[-1].add_init_script(init)
         page = contexts[-1].new_page()
         page.set_default_timeout(30_000)
         page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -219,10 +225,24 @@ def last_answer(page: Any) -> str:
 
 def stored(page: Any) -> list[dict[str, Any]]:
     """The conversations that the browser keeps."""
-    texts = page.evaluate(
-        "Object.entries(localStorage).filter(([k]) => k.startsWith(CHAT)).map(([, v]) => v)"
+    chats: list[dict[str, Any]] = page.evaluate(
+        """() => new Promise((done) => {
+            const asked = indexedDB.open("infer");
+            asked.onsuccess = () => {
+                const all = asked.result.transaction("chats").objectStore("chats").getAll();
+                all.onsuccess = () => { asked.result.close(); done(all.result); };
+            };
+        })"""
     )
-    return [json.loads(text) for text in texts]
+    return chats
+
+
+def titles(page: Any) -> list[str]:
+    """Of the conversations in the list."""
+    found: list[str] = page.evaluate(
+        "[...document.querySelectorAll('#chats .open')].map(e => e.firstChild.data)"
+    )
+    return found
 
 
 def test_a_conversation(open_page: Open) -> None:
@@ -913,6 +933,210 @@ def test_conversations_by_keyboard_alone(open_page: Open) -> None:
     assert {chat["title"] for chat in stored(page)} == {"Second", "Renamed"}
     assert page.inner_text("article.user .said") == "First"
     assert page.locator("#chats [aria-current]").inner_text() == "Renamed"
+
+
+# As they were in localStorage, before there were versions of messages.
+OLD_CHATS = {
+    "a": {
+        "id": "a",
+        "title": "Rivers",
+        "named": False,
+        "time": 1,
+        "model": "tiny",
+        "settings": {"temperature": 0.5},
+        "messages": [
+            {"role": "user", "content": "Name a river."},
+            {"role": "assistant", "content": "The **Rhine**.", "model": "tiny"},
+            {"role": "user", "content": "Another?"},
+            {"role": "assistant", "content": "", "model": "tiny", "error": "It failed."},
+        ],
+    },
+    "b": {"id": "b", "title": "Nothing", "time": 0, "messages": []},
+}
+
+
+def keep_old_chats(page: Any) -> None:
+    for name, chat in OLD_CHATS.items():
+        page.evaluate(
+            "([name, text]) => localStorage.setItem(name, text)",
+            [f"infer.chat.{name}", json.dumps(chat)],
+        )
+    page.evaluate("localStorage.setItem('infer.chat.c', 'none of ours')")
+
+
+def test_conversations_of_localstorage_move(open_page: Open) -> None:
+    engine = ScriptedEngine("The Nile.")
+    page = open_page(engine)
+    keep_old_chats(page)
+    for _ in range(2):
+        page.reload()
+        page.wait_for_selector("article .failed")
+        assert titles(page) == ["Rivers", "Nothing"]
+        assert shown(page) == ["Name a river.", "The Rhine.", "Another?"]
+    assert page.evaluate("Object.keys(localStorage)") == ["infer.chat.c"]
+    assert {chat["id"] for chat in stored(page)} == {"a", "b"}
+    page.click("button:text('Try again')")
+    ended(page)
+    assert [each["content"] for each in engine.prompts[0]] == [
+        "Name a river.",
+        "The **Rhine**.",
+        "Another?",
+    ]
+    assert engine.asked[0][1].temperature == 0.5
+
+
+@pytest.mark.full
+def test_a_browser_that_keeps_nothing(open_page: Open) -> None:
+    page = open_page(ScriptedEngine("One."), init="delete window.indexedDB; indexedDB = undefined")
+    say(page, "Hi")
+    ended(page)
+    assert shown(page) == ["Hi", "One."]
+    assert "ends with this tab" in page.inner_text("#notice")
+
+
+@pytest.mark.full
+def test_another_tab_has_the_same_conversations(open_page: Open) -> None:
+    page = open_page(ScriptedEngine("One.", "Two."))
+    say(page, "Hi")
+    ended(page)
+    other = page.context.new_page()
+    other.goto(page.url)
+    other.wait_for_selector("article.assistant")
+    say(other, "And now?")
+    ended(other)
+    page.wait_for_selector("article:nth-child(4) :text('Two.')")
+    other.click("#new")
+    say(other, "More")
+    ended(other)
+    page.wait_for_selector("#chats .open:text('More')")
+    other.click("[aria-label='Delete More']")
+    page.wait_for_selector("#chats .open:text('More')", state="detached")
+
+
+@pytest.mark.full
+def test_conversations_are_found(open_page: Open) -> None:
+    engine = ScriptedEngine("Bananas are yellow.", "Grass is green.", "So is moss.")
+    page = open_page(engine)
+    say(page, "Fruit")
+    ended(page)
+    page.click("#new")
+    say(page, "Meadow")
+    ended(page)
+    of_message(page, 1, "Regenerate").click()
+    ended(page)
+    assert titles(page) == ["Meadow", "Fruit"]
+    assert page.inner_text("#chats h2") == "Today"
+    search = page.get_by_label("Search conversations")
+    search.fill("YELLOW")
+    assert titles(page) == ["Fruit"]
+    assert page.inner_text("#chats small") == "Bananas are yellow."
+    search.fill("meadow")
+    assert titles(page) == ["Meadow"]
+    search.fill("grass")  # in the version that is not shown
+    page.click("#chats .open")
+    assert shown(page) == ["Meadow", "Grass is green."]
+    search.fill("violet")
+    assert titles(page) == []
+    assert page.inner_text("#found") == "Nothing was found."
+    search.fill("")
+    assert titles(page) == ["Meadow", "Fruit"]
+
+
+def test_the_list_has_dates(open_page: Open) -> None:
+    page = open_page(ScriptedEngine("One."))
+    now = datetime(2026, 3, 20, 0, 30)
+    times = {
+        "Today": now - timedelta(minutes=29),
+        "Yesterday": now - timedelta(hours=1),
+        "Last 7 days": now - timedelta(days=7),
+        "Last 30 days": now - timedelta(days=8),
+        "January 2026": datetime(2026, 1, 31),
+        "December 2024": datetime(2024, 12, 1),
+    }
+    for name, time in times.items():
+        call = f"dayOf({time.timestamp() * 1000}, {now.timestamp() * 1000})"
+        assert page.evaluate(call) == name
+
+
+@pytest.mark.full
+def test_conversations_are_exported_and_imported(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(ScriptedEngine("One.", "Two."))
+    say(page, "Hi")
+    ended(page)
+    of_message(page, 1, "Regenerate").click()
+    ended(page)
+    before = stored(page)
+    page.click("#open-settings")
+    with page.expect_download() as download:
+        page.click("text=Export conversations")
+    assert re.fullmatch(r"conversations-[\d-]{10}\.json", download.value.suggested_filename)
+    exported = tmp_path / "exported.json"
+    download.value.save_as(exported)
+
+    def import_file(page: Any, path: Path, told: str) -> None:
+        page.set_input_files("#import-file", path)
+        page.wait_for_selector(f"#transferred:text('{told}')")
+
+    import_file(page, exported, "Imported: 0. Here already: 1.")
+    other = open_page(ScriptedEngine("Three."))
+    other.click("#open-settings")
+    import_file(other, exported, "Imported: 1.")
+    assert stored(other) == before
+    other.keyboard.press("Escape")
+    other.click("#chats .open")
+    assert shown(other) == ["Hi", "Two."]
+    of_message(other, 1, "Previous version").click()
+    assert shown(other) == ["Hi", "One."]
+
+    whole = json.loads(exported.read_text())
+    hostile = {
+        **before[0],
+        "id": "hostile",
+        "title": "<img src=x onerror=window.hacked=1>",
+        "settings": {"temperature": {"a": 1}, "system": "Be kind."},
+        "tip": "missing",
+        "messages": [
+            {"id": "1", "parent": None, "role": "user", "content": "Kept", "__proto__": {"x": 1}},
+            {"id": "2", "parent": "3", "role": "assistant", "content": "of a later one"},
+            {"id": "3", "parent": "2", "role": "system", "content": "of no role"},
+            {"id": "4", "parent": "1", "role": "assistant", "content": {"no": "text"}},
+        ],
+    }
+    texts = {
+        "hostile.json": (json.dumps({**whole, "chats": [hostile]}), "Imported: 1."),
+        "newer.json": (json.dumps({**whole, "version": 2}), "is no file of conversations"),
+        "other.json": ("[]", "is no file of conversations"),
+        "broken.json": ('{"format', "is no file of conversations"),
+        "list.json": (json.dumps({**whole, "chats": [{"id": 1}]}), "is no file of conversations"),
+    }
+    other.click("#open-settings")
+    for name, (text, told) in texts.items():
+        (tmp_path / name).write_text(text)
+        import_file(other, tmp_path / name, told)
+    (read,) = (chat for chat in stored(other) if chat["id"] == "hostile")
+    assert read["settings"] == {"system": "Be kind."}
+    assert [message["content"] for message in read["messages"]] == ["Kept"]
+    assert other.evaluate("window.hacked") is None
+
+
+@pytest.mark.full
+def test_long_messages_are_folded(open_page: Open) -> None:
+    page = open_page(ScriptedEngine("One."))
+    say(page, "short")
+    ended(page)
+    assert page.locator("text=Show all").count() == 0
+    page.fill("#text", "line\n" * 40)
+    page.keyboard.press("Enter")
+    ended(page)
+    said = page.locator(".said").nth(1)
+    whole = said.evaluate("e => e.scrollHeight")
+    assert said.bounding_box()["height"] < whole / 2
+    page.click("text=Show all")
+    assert said.bounding_box()["height"] > whole - 1
+    assert of_message(page, 2, "Show less").get_attribute("aria-expanded") == "true"
+    say(page, "more")  # leaves it as it is
+    ended(page)
+    assert said.bounding_box()["height"] > whole - 1
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import Response
 
-_IMPORT = re.compile(r'^import [^;]*? from "\./(.*)";\n', re.M)
+_IMPORT = re.compile(r'^import (?:[^;"]* from )?"\./(.*)";\n', re.M)
 _EXPORT = re.compile(r"^export ", re.M)
 
 

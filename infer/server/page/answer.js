@@ -3,6 +3,7 @@
 import { chats, contextOf, continues, modelOf, running } from "./chats.js";
 import { tell } from "./events.js";
 import { number } from "./format.js";
+import { start } from "./main.js";
 import { Failure, eventsOf, request } from "./server.js";
 import { saveChat } from "./store.js";
 import { addMessage, lastOf, pathOf, removeLast } from "./tree.js";
@@ -66,7 +67,9 @@ async function run(chat, message) {
   tell("asked", going);
   try {
     for await (const event of eventsOf(await asking(going))) take(going, event);
-    message.note = noteOf(going);
+    delete message.note;
+    const note = noteOf(going);
+    if (note) message.note = note;
   } catch (error) {
     // A page that is left, or loaded anew, loses its connections first, and does not get beyond this.
     if (error.name !== "AbortError") await new Promise((done) => setTimeout(done, 200));
@@ -118,10 +121,10 @@ function take(going, { choices: [choice], usage }) {
 
 function noteOf({ message, finish }) {
   if (finish === "length") return "The answer was cut off: it reached the limit of tokens.";
-  return message.content || message.reasoning ? undefined : "The model answered nothing.";
+  return message.content || message.reasoning ? null : "The model answered nothing.";
 }
 
-function failed({ message, model }, error) {
+export function failed({ message, model }, error) {
   if (error.name === "AbortError") { message.note = "Stopped."; return; }
   delete message.note;
   message.error = error.code === "context_length_exceeded" ? tooLong(model)

@@ -1,28 +1,23 @@
 // Conversations, and what the page knows.
 
-import { loadChats } from "./store.js";
-
-export function newChat() {
+/** One that goes on with the model and the settings of another. */
+export function newChat({ model = null, settings = {} } = {}) {
   const id = Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
-  return { id, title: "New conversation", named: false, time: 0, model: app.here?.model ?? null,
-    settings: { ...app.here?.settings }, messages: [], tip: null };
+  return { id, title: "New conversation", named: false, time: 0, model, settings: { ...settings }, messages: [], tip: null };
 }
-
-// State
 
 /** What the page shows, and what it knows of the server. */
 export const app = {
   models: [],
   serverError: null, // why the models are not known
   isWell: true, // whether the server has nothing to say of itself
-  here: null, // the conversation that is shown
+  here: newChat(), // the conversation that is shown
   views: new WeakMap(), // by message, what shows it
 };
 
-export const chats = loadChats();
+export const chats = new Map(); // all of them, by their ids
 export const running = new Map(); // by conversation, the answer that comes: {message, stop, ...}
 export const continues = new Set(); // models without a chat template: they continue a text
-app.here = [...chats.values()].reduce((a, b) => (a && a.time > b.time ? a : b), null) ?? newChat();
 
 /** The model that answers: the conversation's, if it is still there. */
 export function modelOf(chat) {

@@ -58,7 +58,7 @@ $("composer").addEventListener("submit", (event) => {
   else send();
 });
 $("down").addEventListener("click", () => { toEnd(); $("text").focus(); });
-$("new").addEventListener("click", () => { if (app.here.messages.length) show(newChat()); else { closeMenu(); $("text").focus(); } });
+$("new").addEventListener("click", () => { if (app.here.messages.length) show(newChat(app.here)); else { closeMenu(); $("text").focus(); } });
 $("model").addEventListener("change", () => {
   app.here.model = $("model").value;
   if (app.here.messages.length) saveChat(app.here);

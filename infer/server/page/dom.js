@@ -58,3 +58,10 @@ export function grow(field) {
   field.style.height = "auto";
   field.style.height = `${field.scrollHeight + field.offsetHeight - field.clientHeight}px`;
 }
+
+/** Have the browser save a text as a file. */
+export function download(name, text) {
+  const href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  el("a", { href, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(href), 10_000);
+}

@@ -212,4 +212,4 @@ function emphasised(parts) {
   return parts.map(written).filter(Boolean);
 }
 
-const written = (part) => (part.mark ? part.mark.repeat(part.left) : part);
+export const written = (part) => (part.mark ? part.mark.repeat(part.left) : part);

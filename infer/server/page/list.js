@@ -3,23 +3,63 @@
 import { app, chats, newChat, running } from "./chats.js";
 import { $, button, el, icon } from "./dom.js";
 import { on, tell } from "./events.js";
-import { CHAT, keep, saveChat } from "./store.js";
+import { dayOf, timeOf } from "./format.js";
+import { forgetChat, saveChat } from "./store.js";
 import { show, showThread, showTitle } from "./thread.js";
+import { pathOf, turnTo } from "./tree.js";
 
+/** The conversations that are listed, by day; while something is searched for, those that have it. */
 export function showChats() {
+  const searched = $("search").value.trim().toLowerCase();
   const sorted = [...chats.values()].sort((a, b) => b.time - a.time);
-  $("chats").replaceChildren(...sorted.map((chat) => {
-    const open = button(chat.title, "open", () => show(chat));
-    open.title = chat.title;
-    const item = el("li", {}, open);
-    if (chat === app.here) { item.classList.add("here"); open.setAttribute("aria-current", "true"); }
-    if (running.has(chat.id)) item.classList.add("busy");
-    const rename = el("button", { type: "button", className: "icon", title: "Rename", "aria-label": `Rename ${chat.title}`, onclick: () => renamed(chat, item) }, icon("rename"));
-    const remove = el("button", { type: "button", className: "icon", title: "Delete", "aria-label": `Delete ${chat.title}`, onclick: () => deleted(chat) }, icon("delete"));
-    item.append(rename, remove);
-    item.dataset.id = chat.id;
-    return item;
-  }));
+  const found = sorted.map((chat) => searchIn(chat, searched)).filter(Boolean);
+  $("chats").replaceChildren(...byDay(found).map(([day, those]) => el("section", {},
+    el("h2", {}, day), el("ul", {}, ...those.map(itemNode)))));
+  $("found").textContent = searched && !found.length ? "Nothing was found." : "";
+}
+
+/** Where a text is in a conversation: {chat, message, snippet}; the last two only where it is in a message and
+    not in the title. Null if it is nowhere. */
+function searchIn(chat, searched) {
+  if (!searched || chat.title.toLowerCase().includes(searched)) return { chat };
+  const message = chat.messages.findLast(({ content }) => content.toLowerCase().includes(searched));
+  if (!message) return null;
+  const at = message.content.toLowerCase().indexOf(searched), from = Math.max(0, at - 24);
+  return { chat, message, snippet: (from ? "…" : "") + message.content.slice(from, at + 100) };
+}
+
+/** Conversations, sorted by time, in groups: pairs of a day's name and those of it. */
+function byDay(found) {
+  const groups = new Map();
+  for (const each of found) {
+    const day = dayOf(each.chat.time);
+    groups.set(day, [...(groups.get(day) ?? []), each]);
+  }
+  return [...groups];
+}
+
+function itemNode({ chat, message, snippet }) {
+  const act = (name, label, onclick) => el("button", { type: "button", className: "icon", title: label,
+    "aria-label": `${label} ${chat.title}`, onclick }, icon(name));
+  const open = el("button", { type: "button", className: "open", onclick: () => openAt(chat, message),
+    title: `${chat.title}\n${timeOf(chat.time)}` }, chat.title);
+  if (snippet) open.append(el("small", {}, snippet));
+  const item = el("li", {}, open);
+  item.append(act("rename", "Rename", () => renamed(chat, item)), act("delete", "Delete", () => deleted(chat)));
+  item.dataset.id = chat.id;
+  item.classList.toggle("busy", running.has(chat.id));
+  if (chat === app.here) {
+    item.classList.add("here");
+    open.setAttribute("aria-current", "true");
+  }
+  return item;
+}
+
+/** Show a conversation; where a message was found, in a version that has it. */
+function openAt(chat, message) {
+  if (message && !running.has(chat.id) && !pathOf(chat).includes(message)) turnTo(chat, message);
+  show(chat);
+  if (message) app.views.get(message)?.node.scrollIntoView();
 }
 
 export function notice(text, label, action) {
@@ -61,8 +101,8 @@ function renamed(chat, item) {
 function deleted(chat) {
   running.get(chat.id)?.stop.abort();
   chats.delete(chat.id);
-  keep(CHAT + chat.id, null);
-  if (chat === app.here) { app.here = newChat(); showThread(); tell("shown"); }
+  forgetChat(chat.id);
+  if (chat === app.here) { app.here = newChat(app.here); showThread(); tell("shown"); }
   else showChats();
   ($("chats").querySelector(".open") ?? $("new")).focus();
   notice(`“${chat.title}” was deleted.`, "Undo", () => {
@@ -88,5 +128,8 @@ $("shade").addEventListener("click", closeMenu);
 matchMedia("(max-width: 46rem)").addEventListener("change", closeMenu);
 
 on("changed", showChats);
+on("listed", showChats);
 on("shown", () => { closeMenu(); showChats(); });
 on("notice", notice);
+
+$("search").addEventListener("input", showChats);

@@ -7,8 +7,9 @@ import { closeMenu, showChats } from "./list.js";
 import { toEnd } from "./scroll.js";
 import { loadModels, watch } from "./server.js";
 import { applyTheme } from "./settings.js";
-import { CHAT, LOOK, parseChat, saveChat } from "./store.js";
+import { LOOK, loadChats, onOtherTab, saveChat, savedChat } from "./store.js";
 import { showThread } from "./thread.js";
+import "./transfer.js";
 
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || event.isComposing || $("settings").open) return;
@@ -18,12 +19,10 @@ document.addEventListener("keydown", (event) => {
 
 // Other tabs
 
-addEventListener("storage", ({ key, newValue }) => {
-  if (key === LOOK) applyTheme();
-  if (!key?.startsWith(CHAT)) return;
-  const id = key.slice(CHAT.length);
+addEventListener("storage", ({ key }) => { if (key === LOOK) applyTheme(); });
+onOtherTab(async (id) => {
   if (running.has(id)) return;
-  const chat = newValue === null ? null : parseChat(newValue);
+  const chat = await savedChat(id);
   if (chat) {
     chats.set(id, chat);
     if (app.here.id === id) { app.here = chat; showThread(); }
@@ -35,10 +34,17 @@ addEventListener("pagehide", () => {
 });
 addEventListener("pageshow", ({ persisted }) => { if (persisted) location.reload(); });
 
-applyTheme();
-showChats();
-showThread();
-showSend();
-toEnd();
-loadModels();
-watch(true);
+export async function start() {
+  applyTheme();
+  for (const [id, chat] of await loadChats()) chats.set(id, chat);
+  const newest = [...chats.values()].reduce((a, b) => (a && a.time > b.time ? a : b), null);
+  if (newest && !app.here.messages.length) app.here = newest;
+  showChats();
+  showThread();
+  showSend();
+  toEnd();
+  loadModels();
+  watch(true);
+}
+
+start();

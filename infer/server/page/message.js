@@ -20,6 +20,9 @@ function statsText({ tokens, about, first, seconds: took }) {
   return parts.join(" · ");
 }
 
+/** Whether a message would fill more than a screen of a phone. */
+const isLong = (text) => text.length > 1200 || text.split("\n", 16).length > 15;
+
 export const viewOf = (chat, message) => new (message.role === "user" ? Said : Answer)(chat, message);
 
 class View {
@@ -94,8 +97,21 @@ class Said extends View {
   fill() {
     const { message, node } = this;
     const edit = this.isIdle && button("Edit", "quiet", () => this.change());
+    const said = el("div", { className: "said" }, message.content);
     node.setAttribute("aria-label", "You");
-    node.replaceChildren(el("div", { className: "said" }, message.content), ...this.foot(this.versions(), edit));
+    node.replaceChildren(said, ...this.foot(isLong(message.content) && this.fold(said), this.versions(), edit));
+  }
+
+  /** Fold a long text, and give a button to see all of it. */
+  fold(said) {
+    const more = button("", "quiet", () => { this.isOpen = !this.isOpen; set(); });
+    const set = () => {
+      said.classList.toggle("folded", !this.isOpen);
+      more.setAttribute("aria-expanded", String(Boolean(this.isOpen)));
+      more.textContent = this.isOpen ? "Show less" : "Show all";
+    };
+    set();
+    return more;
   }
 
   change() {

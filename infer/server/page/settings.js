@@ -43,6 +43,7 @@ $("settings").addEventListener("close", () => {
   const isNew = key !== (load(KEY) ?? "");
   if (isNew) keep(KEY, key || null);
   $("key-note").hidden = true;
+  $("transferred").textContent = "";
   if (isNew) loadModels();
   $("text").focus();
 });
