@@ -417,31 +417,78 @@ def test_an_answer_that_broke_off_goes_on(open_page: Open) -> None:
     assert page.locator(".failed, .note, .versions").count() == 0
 
 
+NUMBERS = {
+    "Temperature": 0.7,
+    "Top p": 0.9,
+    "Max tokens": 50,
+    "Seed": 7,
+    "Top k": 40,
+    "Min p": 0.05,
+    "Repetition penalty": 1.1,
+    "Presence penalty": 0.5,
+    "Frequency penalty": -0.25,
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}}}
+
+
 @pytest.mark.full
 def test_settings_are_sent(open_page: Open) -> None:
     engine = ScriptedEngine("x")
     page = open_page(engine)
     page.click("#open-settings")
+    page.click("text=More sampling options")
     page.get_by_label("System prompt").fill("Be brief.")
-    for name, value in (
-        ("Temperature", "0.7"),
-        ("Top p", "0.9"),
-        ("Max tokens", "50"),
-        ("Seed", "7"),
-    ):
-        page.get_by_label(name).fill(value)
+    for name, value in NUMBERS.items():
+        page.get_by_label(name).fill(str(value))
     page.get_by_label("Top p").fill("9")  # is out of range: what was there before counts
+    page.get_by_label("Stop strings").fill("END\n\n \\n\\n")
+    schema = page.get_by_label("JSON schema")
+    schema.fill(json.dumps(SCHEMA))
+    for text, told in (("{", "The schema is no JSON"), ("[1]", "A schema is a JSON object.")):
+        schema.fill(text)
+        assert told in page.inner_text("#schema-error")
     page.keyboard.press("Escape")
     page.select_option("#model", "sql")
     say(page, "Hi")
     ended(page)
     prompt, (_, params, adapter) = engine.prompts[0], engine.asked[0]
     assert prompt[0] == {"role": "system", "content": "Be brief."}
-    assert params == SamplingParams(temperature=0.7, top_p=0.9, max_tokens=50, seed=7)
+    given = {name.lower().replace(" ", "_"): value for name, value in NUMBERS.items()}
+    assert params == SamplingParams(**given, stop=("END", " \n\n"), schema=SCHEMA)
     assert adapter == "sql"
     page.reload()
     page.click("#open-settings")
     assert page.get_by_label("Seed").input_value() == "7"
+    assert page.get_by_label("Min p").is_visible()
+    assert json.loads(schema.input_value()) == SCHEMA
+    assert page.inner_text("#schema-error") == ""
+    for name in ("JSON schema", "Stop strings", *NUMBERS):
+        page.get_by_label(name).fill("")
+    page.keyboard.press("Escape")
+    say(page, "Hi")
+    ended(page)
+    assert engine.asked[1][1] == SamplingParams()
+
+
+THINKING = {
+    "The model’s own": {},
+    "Off": {"reasoning_effort": "none", "enable_thinking": False, "thinking": False},
+    "On": {"enable_thinking": True, "thinking": True},
+    "On, low effort": {"reasoning_effort": "low", "enable_thinking": True, "thinking": True},
+}
+
+
+@pytest.mark.full
+def test_thinking_is_asked_for(open_page: Open) -> None:
+    engine = ScriptedEngine("x")
+    page = open_page(engine)
+    for name in THINKING:
+        page.click("#open-settings")
+        page.get_by_label("Thinking").select_option(name)
+        page.keyboard.press("Escape")
+        say(page, "Hi")
+        ended(page)
+    assert engine.template_args == [*THINKING.values()]
 
 
 @pytest.mark.full

@@ -19,10 +19,17 @@ function sentMessages(chat) {
   return sent;
 }
 
+export const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+  "frequency_penalty", "max_tokens", "seed"];
+
 function asked(chat, model) {
-  const { temperature, top_p, max_tokens, seed } = chat.settings;
-  const own = { temperature, top_p, max_tokens, seed };
-  for (const [name, value] of Object.entries(own)) if (value === undefined) delete own[name];
+  const { settings } = chat;
+  const own = Object.fromEntries(NUMBERS.filter((name) => settings[name] !== undefined).map((name) => [name, settings[name]]));
+  if (settings.stop) own.stop = settings.stop.split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n"));
+  if (settings.schema) {
+    const schema = JSON.parse(settings.schema);
+    own.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+  }
   return { model, ...promptOf(chat, model), ...own, stream: true, stream_options: { include_usage: true } };
 }
 
@@ -30,7 +37,14 @@ function asked(chat, model) {
 function promptOf(chat, model) {
   if (continues.has(model)) return { prompt: pathOf(chat).map(({ content }) => content).join("") };
   const messages = sentMessages(chat);
-  return messages.at(-1)?.role === "assistant" ? { messages, continue_final_message: true } : { messages };
+  const goesOn = messages.at(-1)?.role === "assistant" ? { continue_final_message: true } : {};
+  return { messages, ...goesOn, ...thinking(chat.settings.thinking) };
+}
+
+/** How much is thought before the answer. "on" leaves the effort to the model. */
+function thinking(how) {
+  if (!how) return {};
+  return how === "on" ? { chat_template_kwargs: { enable_thinking: true, thinking: true } } : { reasoning_effort: how };
 }
 
 /** Have the conversation's last message answered. */

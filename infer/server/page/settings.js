@@ -1,17 +1,19 @@
 // Settings
 
+import { NUMBERS } from "./answer.js";
 import { app } from "./chats.js";
 import { $ } from "./dom.js";
 import { on } from "./events.js";
 import { loadModels } from "./server.js";
 import { KEY, LOOK, keep, load, saveChat } from "./store.js";
 
-const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const TEXTS = ["system", "thinking", "stop", "schema"];
 const fields = $("settings-form").elements;
 
 function openSettings() {
-  fields.system.value = app.here.settings.system ?? "";
-  for (const name of NUMBERS) fields[name].value = app.here.settings[name] ?? "";
+  for (const name of [...TEXTS, ...NUMBERS]) fields[name].value = app.here.settings[name] ?? "";
+  showSchemaError();
+  $("more-settings").open = [...$("more-settings").querySelectorAll("[name]")].some(({ value }) => value);
   $("key").value = load(KEY) ?? "";
   $("key-field").hidden &&= !load(KEY);
   if (!$("settings").open) $("settings").showModal();
@@ -29,15 +31,36 @@ $("close-settings").addEventListener("click", () => $("settings").close());
 $("settings").addEventListener("click", (event) => { if (event.target === $("settings")) $("settings").close(); });
 $("settings-form").addEventListener("submit", (event) => { event.preventDefault(); $("settings").close(); });
 $("settings-form").addEventListener("input", () => {
-  const settings = { system: fields.system.value.trim() || undefined };
-  for (const name of NUMBERS) {
-    const field = fields[name];
-    const good = field.value && field.checkValidity();
-    settings[name] = good ? field.valueAsNumber : field.value || field.validity.badInput ? app.here.settings[name] : undefined;
-  }
+  showSchemaError();
+  const settings = Object.fromEntries([...TEXTS, ...NUMBERS].map((name) => [name, settingOf(name)]));
+  for (const [name, value] of Object.entries(settings)) if (value === undefined) delete settings[name];
   app.here.settings = settings;
   if (app.here.messages.length) saveChat(app.here);
 });
+
+/** What a field says; as long as that is not valid, what counted before. */
+function settingOf(name) {
+  const field = fields[name];
+  if (!field.value.trim() && !field.validity.badInput) return undefined;
+  if (!field.checkValidity()) return app.here.settings[name];
+  return NUMBERS.includes(name) ? field.valueAsNumber : name === "stop" ? field.value : field.value.trim();
+}
+
+function showSchemaError() {
+  const error = schemaError(fields.schema.value.trim());
+  fields.schema.setCustomValidity(error);
+  fields.schema.setAttribute("aria-invalid", String(Boolean(error)));
+  $("schema-error").textContent = error;
+}
+
+function schemaError(text) {
+  if (!text) return "";
+  try {
+    const schema = JSON.parse(text);
+    return schema && typeof schema === "object" && !Array.isArray(schema) ? "" : "A schema is a JSON object.";
+  } catch (error) { return `The schema is no JSON: ${error.message}.`; }
+}
+
 $("settings").addEventListener("close", () => {
   const key = $("key").value.trim();
   const isNew = key !== (load(KEY) ?? "");
