@@ -39,7 +39,15 @@ def packaged(*patterns: str) -> dict[str, Path]:
     }
 
 
-WANTED = packaged("*.py", "py.typed", "wgsl/*/*.wgsl", "demo/*.*", "demo/draft/*", "page/*.*")
+WANTED = packaged(
+    "*.py",
+    "py.typed",
+    "wgsl/*/*.wgsl",
+    "demo/*.*",
+    "demo/draft/*",
+    "page/*.*",
+    "page/vendor/*.*",
+)
 
 
 def run(*command: str | Path, cwd: Path = Path("/"), **variables: str) -> str:

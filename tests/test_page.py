@@ -107,8 +107,10 @@ def test_the_page_is_open_and_runs_nothing_but_its_own_script() -> None:
     assert (policy["default-src"], policy["connect-src"]) == ("'none'", "'self'")
     assert policy["require-trusted-types-for"] == "'script'"
     assert response.getheader("x-content-type-options") == "nosniff"
-    text = data.decode()
-    assert not re.findall(r"(?i)innerHTML|insertAdjacent|document\.write|\beval\b|Function\(", text)
+    text = re.sub(r"(?s)<script>.*?</script>", "", data.decode(), count=1)  # the libraries
+    assert not re.findall(
+        r"(?i)innerHTML|insertAdjacent|document\.write|\beval\b|\bFunction\(", text
+    )
     assert not re.findall(r"""(?i)\s(?:style|on\w+|src)=["']""", text)
     hrefs = re.findall(r"""href=["']([^"']*)""", text)
     assert hrefs
@@ -299,8 +301,11 @@ def test_the_modules_import_what_they_need(browser: Any) -> None:
         route.fulfill(body=text, content_type="text/javascript")
 
     text = folder.joinpath("page.html").read_text(encoding="utf-8")
-    text = text.replace("<script>", '<script type="module">')
-    text = text.replace("{{ script }}", 'import "./main.js";').replace("{{ entities }}", "{}")
+    module_script = '<script type="module">import "./main.js";'
+    text = text.replace("<script>\n{{ script }}", module_script).replace("{{ entities }}", "{}")
+    names = ("temml", "prism")
+    libraries = (folder.joinpath(f"vendor/{name}.min.js").read_text("utf-8") for name in names)
+    text = text.replace("{{ libraries }}", "".join(libraries).replace("</script", ""))
     with serving(fake_service(ScriptedEngine("*a* `b`"))) as address:
         page.route("**/*.js", module)
         page.route(f"{address}/", lambda route: route.fulfill(body=text, content_type="text/html"))
@@ -585,6 +590,13 @@ LONG = {
     "nested emphasis": "*a **b " * 1500 + "c* d** " * 1500,
     "titles": '[a](b "' * 3000,
     "entities": "&a" * 3000,
+    "dollars": "$a" * 5000,
+    "open formulas": "$$a\n\n" * 2000,
+    "formulas in lines": "$a_1$ " * 1000,
+    "deep formulas": "$" + "{" * 1900 + "x" + "}" * 1900 + "$ $" + "\\sqrt" * 700 + "x$",
+    "macros": "$\\def\\a{\\b\\b}\\def\\b{\\a\\a}\\a$",
+    "code": "```css\n" + (", " * 30 + "\n") * 500 + "```\n",
+    "long lines of code": "```yaml\n" + ":" * 20000,
 }
 
 
@@ -727,6 +739,93 @@ def test_markdown_that_grows_is_the_same(browser: Any) -> None:
         )
         page.close()
     assert differ == []
+
+
+MATHS = r"""The roots of $ax^2+bx+c=0$ are, for \(a \ne 0\),
+
+$$x = \frac{-b \pm \sqrt{b^2-4ac}}{2a}$$, as
+
+\[
+\begin{align} y &= f'(x) \\ z &= \mathcal{L} \end{align}
+\]
+
+It costs $5 and then $10, or 5$ and 6$. \$x\$ `$y$` $\nosuch{x}$ \(\bad{\)"""
+
+
+def test_formulas_are_mathml(open_page: Open) -> None:
+    page = open_page(ScriptedEngine(MATHS))
+    say(page, "Hi")
+    ended(page)
+    said = page.locator("article:last-child .md")
+    names = page.evaluate(
+        """() => [...document.querySelectorAll("article math")].map((math) =>
+            [...math.querySelectorAll("*")].map((e) => e.localName).filter((name) =>
+                ["msup", "mfrac", "msqrt", "mtable"].includes(name)))"""
+    )
+    assert names == [["msup"], [], ["mfrac", "msqrt", "msup"], ["mtable", "msup"]]
+    assert page.evaluate(
+        "[...document.querySelectorAll('article math')].map((e) => e.namespaceURI)"
+    ) == ["http://www.w3.org/1998/Math/MathML"] * len(names)
+    end = "It costs $5 and then $10, or 5$ and 6$. $x$ $y$ $\\nosuch{x}$ \\(\\bad{\\)"
+    assert said.locator("p").last.inner_text() == end
+    box = said.locator("mfrac").bounding_box()
+    assert box["height"] > said.locator("msup").first.bounding_box()["height"]
+
+
+def test_code_is_in_colour(open_page: Open) -> None:
+    text = 'if a:\n    return "b"  # c'
+    page = open_page(ScriptedEngine(f"```python\n{text}\n```\n\n```none\nif a\n```"))
+    say(page, "Hi")
+    ended(page)
+    code = page.locator(".code code")
+    assert code.first.inner_text() == text
+    spans = code.first.evaluate("e => [...e.children].map(s => [s.classList[0], s.textContent])")
+    assert ["t-keyword", "if"] in spans
+    assert ["t-string", '"b"'] in spans
+    assert ["t-comment", "# c"] in spans
+    assert code.last.evaluate("e => e.childElementCount") == 0
+    for name in ("constructor", "__proto__", "extend", "DFS"):  # no languages, but names there
+        assert page.evaluate(f"coloured('x', '{name}', false)") == ["x"]
+
+
+HOSTILE_TEX = (
+    r"\href{javascript:window.hacked=1}{x}",
+    r"\url{javascript:window.hacked=1}",
+    r"\includegraphics{a.png}",
+    r"\class{said}{x}",
+    r"\id{send}{x}",
+    r"\style{position:fixed}{x}",
+    r"\data{theme=dark}{x}",
+    r"\ref{x}",
+    r"\text{<img src=x onerror=window.hacked=1>}",
+    r"\kern-999em\raise 99em x",
+    r"\rule{9999em}{9999em}",
+)
+
+
+@pytest.mark.full
+def test_formulas_and_code_open_no_hole(open_page: Open) -> None:
+    code = '<script>window.hacked=1</script><img src=x onerror="window.hacked=1">'
+    answer = "\n\n".join(f"${tex}$" for tex in HOSTILE_TEX)
+    answer += "".join(f"\n\n```{name}\n{code}\n```" for name in ("html", "js", "css", "bash"))
+    page = open_page(ScriptedEngine(answer))
+    say(page, "Hi")
+    ended(page)
+    page.reload()
+    page.wait_for_selector("article.assistant")
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("#thread").locator("script, img, a, iframe, svg, style").count() == 0
+    names = page.evaluate(
+        """() => [...new Set([...document.querySelectorAll("article math *")]
+            .flatMap((e) => e.getAttributeNames()))]"""
+    )
+    assert not {"href", "src", "id", "onclick", "data-theme"} & {*names}
+    # What is moved or large stays within its answer.
+    visible = page.evaluate(
+        "getComputedStyle(document.querySelector('article:last-child .md')).overflow"
+    )
+    assert visible == "clip"
+    assert page.evaluate("scroller.scrollWidth <= scroller.clientWidth")
 
 
 def sse(*deltas: Mapping[str, Any], end: str = "data: [DONE]\n\n") -> dict[str, Any]:

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from functools import cache
 from html.entities import html5
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 _IMPORT = re.compile(r'^import (?:[^;"]* from )?"\./(.*)";\n', re.M)
+_LIBRARIES = "temml", "prism"  # maths and colours of code, each with its licence beside it
 _EXPORT = re.compile(r"^export ", re.M)
 
 
@@ -22,10 +24,13 @@ _EXPORT = re.compile(r"^export ", re.M)
 def _page() -> tuple[str, dict[str, str]]:
     """Its text, and its headers. The policy has a browser run the page's own scripts and no others,
     and ask this server alone."""
+    font = base64.b64encode(_file("vendor/temml.woff2").read_bytes()).decode()
     parts = {
-        "style": _read("page.css"),
+        "style": _read("vendor/temml.css").replace("Temml.woff2", f"data:font/woff2;base64,{font}")
+        + _read("page.css"),
         "entities": _entities(),
-        "script": '"use strict";\n' + "\n".join(_modules("main.js", set())),
+        "libraries": "\n".join(_inline(_read(f"vendor/{name}.min.js")) for name in _LIBRARIES),
+        "script": '"use strict";\n' + _inline("\n".join(_modules("main.js", set()))),
     }
     text = _read("page.html")
     for name, part in parts.items():
@@ -36,6 +41,7 @@ def _page() -> tuple[str, dict[str, str]]:
         "style-src": _hashes(text, "style"),
         "connect-src": "'self'",
         "img-src": "data:",
+        "font-src": "data:",
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
@@ -52,8 +58,18 @@ def _page() -> tuple[str, dict[str, str]]:
     return text, headers
 
 
+def _file(name: str) -> Traversable:
+    return files("infer.server").joinpath("page", name)
+
+
 def _read(name: str) -> str:
-    return files("infer.server").joinpath("page", name).read_text(encoding="utf-8")
+    return _file(name).read_text(encoding="utf-8")
+
+
+def _inline(script: str) -> str:
+    """A script without what would end its element, or have that end later: in strings and regular
+    expressions \\x3c means the same."""
+    return re.sub(r"<(?=!--|/?script)", r"\\x3c", script, flags=re.I)
 
 
 def _modules(name: str, seen: set[str]) -> Iterator[str]:
@@ -65,9 +81,7 @@ def _modules(name: str, seen: set[str]) -> Iterator[str]:
     for imported in _IMPORT.findall(text):
         if imported not in seen:
             yield from _modules(imported, seen)
-    # What would end the script's element, or have it end later, is neither in a string nor a regex.
-    text = _EXPORT.sub("", _IMPORT.sub("", text))
-    yield re.sub(r"<(?=!--|/?script)", r"\\x3c", text, flags=re.I)
+    yield _EXPORT.sub("", _IMPORT.sub("", text))
 
 
 def _entities() -> str:

@@ -1,13 +1,18 @@
 // Blocks of markdown: paragraphs, lists, code, tables.
 
+import { coloured } from "./colours.js";
 import { button, copied, el } from "./dom.js";
 import { DEPTH, inline, literal } from "./inline.js";
+import { mathNode } from "./maths.js";
 
 const FENCE = /^( {0,3})(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)/;
+const FORMULA = /^ {0,3}(\$\$|\\\[)(.*)$/;
+const ENDS = { "$$": "$$", "\\[": "\\]" }; // of formulas, by what begins them
+const AFTER = /^[\s.,;:]*$/; // a formula, as a part of it
 const DELIMITERS = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
 
 const isTable = (lines, i) =>
@@ -28,9 +33,10 @@ export function* blocks(lines, depth) {
       const text = [];
       for (i++; i < lines.length && !end.test(lines[i]); i++)
         text.push(lines[i].slice(Math.min(indent(lines[i]), space.length)));
-      if (i === lines.length && !text.at(-1)) text.pop(); // its line end came, and no more
+      const isOpen = i === lines.length;
+      if (isOpen && !text.at(-1)) text.pop(); // its line end came, and no more
       i++;
-      block = { kind: "code", language: literal(language), text: text.join("\n") };
+      block = { kind: "code", language: literal(language), text: text.join("\n"), isOpen };
     } else if ((found = HEADING.exec(line))) {
       i++;
       block = { kind: "heading", level: found[1].length, text: found[2].trim().replace(/ #+$/, "") };
@@ -77,17 +83,31 @@ export function* blocks(lines, depth) {
       const align = cells(lines[i + 1]).map((cell) => (cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "right") : ""));
       for (rows.push(cells(line)), i += 2; i < lines.length && lines[i].includes("|"); i++) rows.push(cells(lines[i]));
       block = { kind: "table", rows, align };
-    } else if (/^ {0,3}(?:\$\$|\\\[)/.test(line)) {
-      const end = line.trim().startsWith("$$") ? "$$" : "\\]";
-      let open = line.trim().indexOf(end, 2) < 0;
-      for (i++; open && i < lines.length; i++) open = !lines[i].includes(end);
-      block = { kind: "math", text: lines.slice(from, i).join("\n") };
+    } else if ((found = FORMULA.exec(line)) && endsWithLine(found)) {
+      const end = ENDS[found[1]];
+      for (let rest = found[2]; !rest.includes(end) && ++i < lines.length; ) rest = lines[i];
+      i++;
+      block = { kind: "math", ...formulaIn(lines.slice(from, i).join("\n").trim(), end) };
     } else {
       for (i++; i < lines.length && lines[i].trim() && !begins(lines[i]) && !isTable(lines, i); i++);
       block = { kind: "paragraph", text: lines.slice(from, i).map((each) => each.trimStart()).join("\n") };
     }
     yield { ...block, from, to: Math.min(i, lines.length) };
   }
+}
+
+/** Whether a formula that begins a line is all of it, or ends in a later one. */
+function endsWithLine([, mark, rest]) {
+  const end = rest.indexOf(ENDS[mark]);
+  return end < 0 || AFTER.test(rest.slice(end + 2));
+}
+
+/** The TeX of a formula with its marks, and what stands behind them. No tex: it has not ended yet. */
+function formulaIn(text, end) {
+  const at = text.indexOf(end, 2);
+  if (at < 0) return { text, tex: null, after: "" };
+  const tex = text.slice(2, at), after = text.slice(at + 2).trim();
+  return AFTER.test(after) ? { text, tex: tex + after, after: "" } : { text, tex, after };
 }
 
 /** The cells of a row of a table. */
@@ -108,7 +128,7 @@ export function blockNode(block, depth) {
     case "heading": return el(`h${block.level}`, {}, ...inline(block.text));
     case "rule": return el("hr");
     case "quote": return el("blockquote", {}, ...blockNodes(block.lines, depth + 1));
-    case "math": return el("div", { className: "math" }, block.text);
+    case "math": return formulaNode(block);
     case "list": return listNode(block, depth);
     case "table": return tableNode(block);
     default: return el("p", {}, ...inline(block.text));
@@ -119,8 +139,16 @@ function* blockNodes(lines, depth) {
   for (const block of blocks(lines, depth)) yield blockNode(block, depth);
 }
 
-function codeNode({ language, text }) {
-  const code = el("code", {}, text);
+/** A formula on lines of its own; as it was written until it has ended, and where it cannot be read. */
+function formulaNode({ text, tex, after }) {
+  const formula = tex === null ? null : mathNode(tex, true);
+  if (!formula) return el("div", { className: "math source" }, text);
+  const node = el("div", { className: "math", tabIndex: 0, role: "group", "aria-label": "Formula" }, formula);
+  return after ? el("div", {}, node, el("p", {}, ...inline(after))) : node;
+}
+
+function codeNode({ language, text, isOpen }) {
+  const code = el("code", {}, ...coloured(text, language, isOpen));
   const copy = button("Copy", "quiet", () => copied(copy, code.textContent));
   const label = language ? `Code, ${language}` : "Code";
   return el("figure", { className: "code", role: "group", "aria-label": label },

@@ -1,13 +1,15 @@
 // What is within a line of markdown: emphasis, code, links.
 
 import { $, el } from "./dom.js";
+import { mathNode } from "./maths.js";
 
 export const DEPTH = 12; // of quotes, lists and emphasis in each other; deeper ones are text
 
 const AUTOLINK = /<(?:([a-z][a-z0-9+.-]{1,31}:[^\x00-\x20<>]*)|([\w.!#$%&'*+/=?^`{|}~-]+@[a-z0-9-]+(?:\.[a-z0-9-]+)*))>/iy;
 const BARE = /(?:https?:\/\/|mailto:)[^\s<>"`*]+/y;
 const BREAK = /<br[ \t]*\/?>/iy;
-const MATH = /\\\((?:[^\\]|\\[^)])*\\\)|\\\[(?:[^\\]|\\[^\]])*\\\]|\$\$[^$]+\$\$/y;
+const MATH = /\\\((?:[^\\]|\\[^)])*\\\)|\\\[(?:[^\\]|\\[^\]])*\\\]|\$\$[^$]+\$\$|\$(?![\s$])(?:[^$`\\\n]|\\[^\n])+(?<!\s)\$(?!\d)/y; // as Pandoc has $…$
+const MONEY = /^[\d.,]+\s[^\\^_=]*$/; // between two amounts of dollars
 const ESCAPE = /\\([!-/:-@[-`{-~])/y;
 const ENTITY = /&(?:#(\d{1,7})|#[xX]([\da-fA-F]{1,6})|([a-zA-Z][a-zA-Z\d]*));/y;
 const ANGLED = /<((?:[^<>\\\n]|\\.)*)>/y;
@@ -79,15 +81,15 @@ export function inline(text) {
   const at = (pattern) => matchAt(pattern, text, i);
   while (i < text.length) {
     const c = text[i];
-    let found, href;
+    let found, href, formula;
     if (c === "\n") {
       const ends = /(?: {2,}|\\)$/.test(plain);
       plain = plain.replace(/ +$|\\$/, "");
       if (ends) add(el("br"));
       else plain += "\n";
       i++;
-    } else if ((c === "\\" || c === "$") && (found = at(MATH))) {
-      add(el("span", { className: "math" }, found[0]));
+    } else if ((c === "\\" || c === "$") && (found = at(MATH)) && (formula = formulaOf(found[0]))) {
+      add(formula);
       i += found[0].length;
     } else if (c === "\\" && (found = at(ESCAPE))) {
       plain += found[1];
@@ -146,6 +148,16 @@ export function inline(text) {
   }
   flush();
   return emphasised(parts);
+}
+
+/** An element with a formula and its marks, as it was written where it cannot be read; null where $…$ is
+    none. */
+function formulaOf(text) {
+  const size = text.startsWith("$") && !text.startsWith("$$") ? 1 : 2;
+  const tex = text.slice(size, -size);
+  if (size === 1 && MONEY.test(tex)) return null;
+  return mathNode(tex, size === 2 && !text.startsWith("\\(")) ??
+    (size === 1 ? null : el("span", { className: "math source" }, text));
 }
 
 function runOf(text, i) {

@@ -1,6 +1,7 @@
 // Markdown: CommonMark's, and tables.
 
 import { blockNode, blocks } from "./blocks.js";
+import { coloured } from "./colours.js";
 import { el } from "./dom.js";
 
 /** Markdown that grows, in an element. Blocks that are as they were stay: a selection in them lasts. */
@@ -18,7 +19,7 @@ export class Markdown {
       const old = this.shown[index];
       if (old?.raw !== raw) {
         if (old?.kind === "code" && block.kind === "code" && old.language === block.language) {
-          old.node.querySelector("code").textContent = block.text;
+          old.node.querySelector("code").replaceChildren(...coloured(block.text, block.language, block.isOpen));
           old.raw = raw;
         } else {
           const node = blockNode(block, 0);
