@@ -1285,6 +1285,162 @@ def test_long_messages_are_folded(open_page: Open) -> None:
     assert said.bounding_box()["height"] > whole - 1
 
 
+def transfer(page: Any, event: str, target: str, files: Mapping[str, bytes]) -> None:
+    """Drop or paste files."""
+    page.evaluate(
+        """([kind, target, files]) => {
+            const all = new DataTransfer();
+            for (const [name, bytes] of files)
+                all.items.add(new File([new Uint8Array(bytes)], name));
+            const options = { bubbles: true, cancelable: true };
+            const event = kind === "paste"
+                ? new ClipboardEvent(kind, { ...options, clipboardData: all })
+                : new DragEvent(kind, { ...options, dataTransfer: all });
+            document.querySelector(target).dispatchEvent(event);
+            if (!event.defaultPrevented) throw new Error("The browser would have done it.");
+        }""",
+        [event, target, [[name, [*data]] for name, data in files.items()]],
+    )
+
+
+def test_text_files_are_attached(open_page: Open) -> None:
+    engine = ScriptedEngine("One.", "Two.", "Three.")
+    page = open_page(engine)
+    code = "let a = `b`;\n```\n"
+    files = [
+        {"name": "a.js", "mimeType": "text/javascript", "buffer": code.encode()},
+        {"name": "image.png", "mimeType": "image/png", "buffer": b"\x89PNG\0"},
+    ]
+    page.set_input_files("#file", files)
+    page.wait_for_selector("#files-note:text('image.png')")
+    transfer(page, "drop", "#scroll", {"<b>.txt": "bold\r\nkäse".encode()})
+    page.wait_for_selector("#files li:nth-child(2)")
+    assert page.locator("#files li").all_inner_texts() == ["a.js", "<b>.txt"]
+    say(page, "What is this?")
+    ended(page)
+    assert page.locator("#files li").count() == 0
+    assert engine.prompts[0] == [
+        {
+            "role": "user",
+            "content": f"a.js:\n````\n{code}\n````\n\n"
+            "<b>.txt:\n```\nbold\nkäse\n```\n\nWhat is this?",
+        }
+    ]
+    page.reload()
+    page.wait_for_selector(".file")
+    page.click(".file summary >> nth=0")
+    assert page.locator(".file pre").inner_text() == code
+    of_message(page, 0, "Edit").click()  # the files stay
+    page.fill(".editor textarea", "And now?")
+    page.keyboard.press("Enter")
+    ended(page)
+    assert engine.prompts[1][0]["content"].endswith("käse\n```\n\nAnd now?")
+
+    page.click("#new")
+    transfer(page, "paste", "#text", {"only.md": b"# Title"})
+    page.wait_for_selector("#files li")
+    page.click("[aria-label='Remove only.md']")
+    assert page.is_disabled("#send")
+    transfer(page, "paste", "#text", {"only.md": b"# Title", "large": b"a" * 1_000_001})
+    page.wait_for_selector("#files-note:text('more than 1 MB')")
+    page.click("#send")
+    ended(page)
+    assert engine.prompts[2] == [{"role": "user", "content": "only.md:\n```\n# Title\n```"}]
+    assert titles(page)[0] == "only.md"
+
+
+@pytest.mark.full
+def test_the_context_that_is_used(open_page: Open) -> None:
+    engine = ScriptedEngine("One two three.")  # which has 3 tokens, as the prompt has
+    engine.context = 12
+    page = open_page(engine)
+    assert not page.locator("#context").is_visible()
+    say(page, "Hi")
+    ended(page)
+    assert page.inner_text("#context").split() == ["50", "%", "of", "the", "context", "is", "used"]
+    title = page.get_attribute("#context", "title")
+    assert title == "This conversation has 6 tokens of the 12 that the model's context holds."
+    page.reload()
+    page.wait_for_selector("#context", state="visible")
+    page.click("#new")
+    assert not page.locator("#context").is_visible()
+
+
+@pytest.mark.full
+def test_what_an_answer_took_is_explained(open_page: Open) -> None:
+    page = open_page(ScriptedEngine("One two three."))
+    say(page, "Hi")
+    ended(page)
+    parts = page.locator(".stats span")
+    explained = [part.get_attribute("title") for part in parts.all()]
+    assert len(explained) >= 2
+    assert all(explained)
+
+
+def test_shortcuts(open_page: Open) -> None:
+    engine = ScriptedEngine("One.", "Two.", "word ")
+    page = open_page(engine)
+    keys = page.keyboard
+    say(page, "First")
+    ended(page)
+    keys.press("ArrowUp")  # edits the last message
+    assert page.input_value(".editor textarea") == "First"
+    keys.type("!")
+    keys.press("Enter")
+    ended(page)
+    assert shown(page) == ["First!", "Two."]
+    keys.type("x")
+    keys.press("ArrowUp")  # something is typed
+    assert page.locator(".editor").count() == 0
+    keys.press("Backspace")
+    keys.press("Control+k")
+    assert page.evaluate("document.activeElement.id") == "search"
+    keys.press("?")  # is searched for
+    assert page.input_value("#search") == "?"
+    assert not page.locator("#shortcuts").is_visible()
+    keys.press("Control+Shift+O")
+    assert page.locator("article").count() == 0
+    assert page.evaluate("document.activeElement.id") == "text"
+    page.click("#open-shortcuts")
+    assert "Search conversations" in page.inner_text("#shortcuts")
+    keys.press("Escape")
+    page.evaluate("scroller.focus()")
+    keys.press("?")
+    assert page.locator("#shortcuts").is_visible()
+    keys.press("Control+k")  # stays
+    assert page.locator("#shortcuts").is_visible()
+    keys.press("Escape")
+    assert not page.locator("#shortcuts").is_visible()
+
+
+@pytest.mark.full
+def test_examples_are_asked_with_a_click(open_page: Open) -> None:
+    engine = ScriptedEngine("Yes.")
+    page = open_page(engine)
+    example = page.locator(".example").first
+    text = example.inner_text()
+    example.click()
+    ended(page)
+    assert engine.prompts == [[{"role": "user", "content": text}]]
+    assert shown(page) == [text, "Yes."]
+
+
+@pytest.mark.full
+def test_the_send_button_looks_like_one(open_page: Open) -> None:
+    engine = ScriptedEngine("word ")
+    engine.endless = True
+    page = open_page(engine)
+    send = page.locator("#send")
+    assert send.inner_text() == "Send"
+    colour = "e => getComputedStyle(e).backgroundColor"
+    assert send.evaluate(colour) != page.locator(".box").evaluate(colour)
+    say(page, "Hi")
+    page.wait_for_selector("#send[aria-label=Stop]")
+    assert send.inner_text() == "Stop"
+    send.click()
+    ended(page)
+
+
 @pytest.mark.full
 def test_a_narrow_window(open_page: Open) -> None:
     text = "A" * 300 + "\n\n```\n" + "b" * 300 + "\n```\n\n| " + "c " * 80 + "| d |\n| - | - |\n"
@@ -1358,7 +1514,9 @@ def test_code_is_copied(open_page: Open) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_that_axe_knows_is_in_the_way(open_page: Open, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    text = "# A\n\n`c` [d](https://e.example)\n\n> f\n\n```\ng\n```\n\n| h |\n| - |\n| j |"
+    text = "# A\n\n`c` [d](https://e.example) $x^2$\n\n$$y$$\n\n> f\n\n| h |\n| - |\n| j |\n\n"
+    code = "@k\nclass A(B):\n    c: int = f(1, True, 'd', None)  # e\n"
+    text += f"```python\n{code}```\n\n```html\n<a b='c'>d</a>\n```\n\n```diff\n-a\n+b\n```"
     page = open_page(ScriptedEngine(text), color_scheme=scheme)
 
     def check() -> None:
@@ -1369,7 +1527,23 @@ def test_nothing_that_axe_knows_is_in_the_way(open_page: Open, scheme: str) -> N
     say(page, "Hi")
     ended(page)
     check()
+    of_message(page, 1, "Regenerate").click()
+    ended(page)
+    transfer(page, "paste", "#text", {"a.txt": b"a", "b.png": b"\0"})
+    page.wait_for_selector("#files-note:text('b.png')")
+    check()
+    say(page, "line\n" * 20)
+    ended(page)
+    of_message(page, 0, "Edit").click()
+    page.fill("#search", "line")
+    check()
+    page.fill("#search", "")
     page.click("#open-settings")
+    page.click("text=More sampling options")
+    page.get_by_label("JSON schema").fill("{")
+    check()
+    page.keyboard.press("Escape")
+    page.click("#open-shortcuts")
     check()
     page.keyboard.press("Escape")
     page.route(CHAT, lambda route: route.abort())

@@ -2,6 +2,7 @@
 
 import { chats, contextOf, continues, modelOf, running } from "./chats.js";
 import { tell } from "./events.js";
+import { textOf } from "./files.js";
 import { number } from "./format.js";
 import { start } from "./main.js";
 import { Failure, eventsOf, request } from "./server.js";
@@ -11,7 +12,8 @@ import { addMessage, lastOf, pathOf, removeLast } from "./tree.js";
 /** The messages as the server gets them: users' that nothing answers are one. */
 function sentMessages(chat) {
   const sent = chat.settings.system ? [{ role: "system", content: chat.settings.system }] : [];
-  for (const { role, content } of pathOf(chat)) {
+  for (const message of pathOf(chat)) {
+    const { role } = message, content = textOf(message);
     if (!content) continue;
     if (role === "user" && sent.at(-1)?.role === "user") sent.at(-1).content += `\n\n${content}`;
     else sent.push({ role, content });
@@ -35,7 +37,7 @@ function asked(chat, model) {
 
 /** What is answered, or goes on: an answer that has only begun is no part of it. */
 function promptOf(chat, model) {
-  if (continues.has(model)) return { prompt: pathOf(chat).map(({ content }) => content).join("") };
+  if (continues.has(model)) return { prompt: pathOf(chat).map(textOf).join("") };
   const messages = sentMessages(chat);
   const goesOn = messages.at(-1)?.role === "assistant" ? { continue_final_message: true } : {};
   return { messages, ...goesOn, ...thinking(chat.settings.thinking) };
@@ -68,7 +70,7 @@ export function goOn(chat) {
   if (!running.has(chat.id)) run(chat, lastOf(chat));
 }
 
-async function run(chat, message) {
+export async function run(chat, message) {
   const now = performance.now();
   const going = { chat, message, model: modelOf(chat), stop: new AbortController(), begin: now, saved: now,
     heard: now, first: null, last: null, pieces: 0, usage: null, finish: null };

@@ -151,9 +151,9 @@ function codeNode({ language, text, isOpen }) {
   const code = el("code", {}, ...coloured(text, language, isOpen));
   const copy = button("Copy", "quiet", () => copied(copy, code.textContent));
   const label = language ? `Code, ${language}` : "Code";
-  return el("figure", { className: "code", role: "group", "aria-label": label },
+  return el("figure", { className: "code" },
     el("figcaption", {}, el("span", {}, language || "Code"), copy),
-    el("pre", { tabIndex: 0, role: "region", "aria-label": label }, code));
+    el("pre", { tabIndex: 0, role: "group", "aria-label": label }, code));
 }
 
 function listNode({ ordered, items, loose }, depth) {
@@ -175,6 +175,6 @@ function tableNode({ rows: [head, ...rows], align }) {
     if (align[i]) cell.dataset.align = align[i];
     return cell;
   }));
-  return el("div", { className: "table", tabIndex: 0, role: "region", "aria-label": "Table" },
+  return el("div", { className: "table", tabIndex: 0, role: "group", "aria-label": "Table" },
     el("table", {}, el("thead", {}, row(head, "th")), el("tbody", {}, ...rows.map((texts) => row(texts, "td")))));
 }

@@ -112,9 +112,13 @@ function deleted(chat) {
   });
 }
 
-// The list, where there is no room for it beside them
+// The list, where there is no room for it beside the conversation
 
-function openMenu(opens) {
+const isNarrow = matchMedia("(max-width: 46rem)");
+
+/** Show the list over the conversation, if it has no room beside it; or hide it. */
+export function openMenu(opens) {
+  if (opens && !isNarrow.matches) return;
   document.body.classList.toggle("menu", opens);
   $("menu").setAttribute("aria-expanded", String(opens));
   document.querySelector("main").inert = opens;
@@ -125,7 +129,7 @@ export function closeMenu() {
 }
 $("menu").addEventListener("click", () => openMenu(true));
 $("shade").addEventListener("click", closeMenu);
-matchMedia("(max-width: 46rem)").addEventListener("change", closeMenu);
+isNarrow.addEventListener("change", closeMenu);
 
 on("changed", showChats);
 on("listed", showChats);

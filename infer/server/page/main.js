@@ -1,21 +1,15 @@
-// What begins it all: keys, other tabs, and the first look.
+// What begins it all: other tabs, and the first look.
 
 import { app, chats, running } from "./chats.js";
-import { showSend, stopAnswer } from "./composer.js";
-import { $ } from "./dom.js";
-import { closeMenu, showChats } from "./list.js";
+import { showSend } from "./composer.js";
+import { showChats } from "./list.js";
 import { toEnd } from "./scroll.js";
 import { loadModels, watch } from "./server.js";
 import { applyTheme } from "./settings.js";
 import { LOOK, loadChats, onOtherTab, saveChat, savedChat } from "./store.js";
 import { showThread } from "./thread.js";
+import "./shortcuts.js";
 import "./transfer.js";
-
-document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || event.isComposing || $("settings").open) return;
-  if (document.body.classList.contains("menu")) { closeMenu(); $("menu").focus(); }
-  else if (running.has(app.here.id)) stopAnswer();
-});
 
 // Other tabs
 

@@ -36,6 +36,6 @@ export class Markdown {
   /** What a screen reader says of a block. */
   said(index) {
     const { kind, node } = this.shown[index];
-    return kind === "code" ? `${node.getAttribute("aria-label")}.` : node.textContent;
+    return kind === "code" ? `${node.querySelector("pre").getAttribute("aria-label")}.` : node.textContent;
   }
 }

@@ -1,6 +1,7 @@
 // A message as it is shown.
 
 import { answer, goOn, retry } from "./answer.js";
+import { fileNode } from "./attach.js";
 import { app, continues, running } from "./chats.js";
 import { $, button, copied, el, grow, icon, onEnter } from "./dom.js";
 import { tell } from "./events.js";
@@ -10,14 +11,19 @@ import { toEnd } from "./scroll.js";
 import { saveChat } from "./store.js";
 import { addMessage, turnTo, versionsOf } from "./tree.js";
 
-function statsText({ tokens, about, first, seconds: took }) {
-  const parts = [`${about ? "about " : ""}${number.format(tokens)} ${tokens === 1 ? "token" : "tokens"}`];
+/** What an answer took, in a line whose parts are explained where the pointer rests on them. */
+function statsNode({ tokens, about, first, seconds: took }) {
+  const parts = [[`${about ? "about " : ""}${number.format(tokens)} ${tokens === 1 ? "token" : "tokens"}`,
+    "How long the answer is, with what was thought before it. A token is a part of a word, or a short word."]];
   if (tokens > 1 && took > 0.01) { // what came at once tells nothing
     const rate = (tokens - 1) / took;
-    parts.push(`${number.format(rate < 10 ? Math.round(rate * 10) / 10 : Math.round(rate))} tokens/s`);
+    parts.push([`${number.format(rate < 10 ? Math.round(rate * 10) / 10 : Math.round(rate))} tokens/s`,
+      "How fast the answer was written, from its first token to its last."]);
   }
-  parts.push(`first after ${seconds(first / 1000)}`);
-  return parts.join(" · ");
+  parts.push([`first after ${seconds(first / 1000)}`,
+    "How long the first token took: the server waited for its turn, and read the conversation."]);
+  const nodes = parts.map(([text, title]) => el("span", { title }, text));
+  return el("span", { className: "stats" }, ...nodes.flatMap((node, i) => (i ? [" · ", node] : [node])));
 }
 
 /** Whether a message would fill more than a screen of a phone. */
@@ -76,6 +82,7 @@ class View {
     this.node.replaceChildren(this.editor);
     grow(field);
     field.focus();
+    this.editor.scrollIntoView({ block: "nearest" });
     return { field, act };
   }
 
@@ -99,7 +106,8 @@ class Said extends View {
     const edit = this.isIdle && button("Edit", "quiet", () => this.change());
     const said = el("div", { className: "said" }, message.content);
     node.setAttribute("aria-label", "You");
-    node.replaceChildren(said, ...this.foot(isLong(message.content) && this.fold(said), this.versions(), edit));
+    said.hidden = !message.content;
+    node.replaceChildren(...(message.files ?? []).map(fileNode), said, ...this.foot(isLong(message.content) && this.fold(said), this.versions(), edit));
   }
 
   /** Fold a long text, and give a button to see all of it. */
@@ -116,8 +124,9 @@ class Said extends View {
 
   change() {
     const { chat, message } = this;
+    const { files } = message;
     const { field, act } = this.edit("Send", (content) => {
-      addMessage(chat, { role: "user", content }, message.parent);
+      addMessage(chat, { role: "user", content, ...(files && { files }) }, message.parent);
       answer(chat);
     });
     onEnter(field, act);
@@ -191,7 +200,7 @@ class Answer extends View {
       !message.error && more,
       acts && !message.error && button("Regenerate", "quiet", follow(retry)),
       message.edited && el("span", { className: "stats" }, "Edited"),
-      message.stats && el("span", { className: "stats" }, statsText(message.stats)),
+      message.stats && statsNode(message.stats),
     )];
   }
 

@@ -81,6 +81,8 @@ function messageOf(given) {
   for (const name of ["reasoning", "model", "note", "error"]) if (isText(given[name])) message[name] = given[name];
   if (isNumber(given.thought)) message.thought = given.thought;
   if (given.edited === true) message.edited = true;
+  const files = Array.isArray(given.files) ? given.files.filter((each) => isText(each?.name) && isText(each.text)) : [];
+  if (files.length) message.files = files.map(({ name, text }) => ({ name, text }));
   const stats = statsOf(given.stats);
   if (stats) message.stats = stats;
   return message;
