@@ -1179,7 +1179,7 @@ def test_conversations_are_found(open_page: Open) -> None:
     search.fill("meadow")
     assert titles(page) == ["Meadow"]
     search.fill("grass")  # in the version that is not shown
-    page.click("#chats .open")
+    page.keyboard.press("Enter")  # opens the first
     assert shown(page) == ["Meadow", "Grass is green."]
     search.fill("violet")
     assert titles(page) == []
@@ -1341,8 +1341,11 @@ def test_text_files_are_attached(open_page: Open) -> None:
     page.wait_for_selector("#files li")
     page.click("[aria-label='Remove only.md']")
     assert page.is_disabled("#send")
-    transfer(page, "paste", "#text", {"only.md": b"# Title", "large": b"a" * 1_000_001})
+    large = {"name": "large", "mimeType": "text/plain", "buffer": b"a" * 1_000_001}
+    page.set_input_files("#file", [large])
     page.wait_for_selector("#files-note:text('more than 1 MB')")
+    transfer(page, "paste", "#text", {"only.md": b"# Title"})
+    page.wait_for_selector("#files li")
     page.click("#send")
     ended(page)
     assert engine.prompts[2] == [{"role": "user", "content": "only.md:\n```\n# Title\n```"}]

@@ -129,7 +129,7 @@ function take(going, { choices: [choice], usage }) {
     message.content += content;
   }
   tell("piece", going);
-  if (now - going.saved > 500) {
+  if (now - going.saved > 500 && chats.has(chat.id)) {
     going.saved = now;
     saveChat(chat);
   }

@@ -137,3 +137,6 @@ on("shown", () => { closeMenu(); showChats(); });
 on("notice", notice);
 
 $("search").addEventListener("input", showChats);
+$("search").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.isComposing) $("chats").querySelector(".open")?.click();
+});
