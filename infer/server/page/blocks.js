@@ -20,80 +20,121 @@ const isTable = (lines, i) =>
 const begins = (line) => [FENCE, HEADING, RULE, QUOTE, ITEM].some((kind) => kind.test(line));
 const indent = (line) => line.length - line.trimStart().length;
 
+// Each of these reads the block of its kind that begins at a line: {kind, to, ...}, where `to` is the line after it.
+// null: there is none.
+const READERS = [codeAt, headingAt, ruleAt, quoteAt, listAt, tableAt, formulaAt];
+
 /** The blocks of some lines: {kind, from, to} and what each kind has. */
 export function* blocks(lines, depth) {
-  let i = 0;
-  while (i < lines.length) {
-    const line = lines[i], from = i;
-    let found, block;
-    if (!line.trim()) { i++; continue; }
-    if ((found = FENCE.exec(line))) {
-      const [, space, fence, language] = found;
-      const end = new RegExp(`^ {0,3}${fence[0]}{${fence.length},}[ \\t]*$`);
-      const text = [];
-      for (i++; i < lines.length && !end.test(lines[i]); i++)
-        text.push(lines[i].slice(Math.min(indent(lines[i]), space.length)));
-      const isOpen = i === lines.length;
-      if (isOpen && !text.at(-1)) text.pop(); // its line end came, and no more
-      i++;
-      block = { kind: "code", language: literal(language), text: text.join("\n"), isOpen };
-    } else if ((found = HEADING.exec(line))) {
-      i++;
-      block = { kind: "heading", level: found[1].length, text: found[2].trim().replace(/ #+$/, "") };
-    } else if (RULE.test(line)) {
-      i++;
-      block = { kind: "rule" };
-    } else if (depth < DEPTH && QUOTE.test(line)) {
-      const inner = [];
-      for (; i < lines.length && QUOTE.test(lines[i]); i++) inner.push(lines[i].replace(QUOTE, ""));
-      block = { kind: "quote", lines: inner };
-    } else if (depth < DEPTH && ITEM.test(line)) {
-      const items = [];
-      let loose = false;
-      const ordered = /\d/.test(ITEM.exec(line)[2]);
-      while (i < lines.length && (found = ITEM.exec(lines[i])) && /\d/.test(found[2]) === ordered && !RULE.test(lines[i])) {
-        const [head, space, mark] = found;
-        const own = [lines[i].slice(head.length)];
-        for (i++; i < lines.length; i++) {
-          const next = lines[i];
-          if (!next.trim()) {
-            // A blank line is within the item if what follows is.
-            let after = i;
-            while (after < lines.length && !lines[after].trim()) after++;
-            if (after === lines.length || indent(lines[after]) < space.length + 2) break;
-            loose = true;
-            own.push("");
-          } else if (indent(next) >= space.length + 2 || (!begins(next) && lines[i - 1].trim())) {
-            own.push(next.slice(Math.min(indent(next), head.length)));
-          } else break;
-        }
-        items.push({ number: parseInt(mark), lines: own });
-        // Blank lines between items of one list.
-        let after = i;
-        while (after < lines.length && !lines[after].trim()) after++;
-        found = after > i && after < lines.length && ITEM.exec(lines[after]);
-        if (found && /\d/.test(found[2]) === ordered && indent(lines[after]) < space.length + 2) {
-          loose = true;
-          i = after;
-        }
-      }
-      block = { kind: "list", ordered, items, loose };
-    } else if (isTable(lines, i)) {
-      const rows = [];
-      const align = cells(lines[i + 1]).map((cell) => (cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "right") : ""));
-      for (rows.push(cells(line)), i += 2; i < lines.length && lines[i].includes("|"); i++) rows.push(cells(lines[i]));
-      block = { kind: "table", rows, align };
-    } else if ((found = FORMULA.exec(line)) && endsWithLine(found)) {
-      const end = ENDS[found[1]];
-      for (let rest = found[2]; !rest.includes(end) && ++i < lines.length; ) rest = lines[i];
-      i++;
-      block = { kind: "math", ...formulaIn(lines.slice(from, i).join("\n").trim(), end) };
-    } else {
-      for (i++; i < lines.length && lines[i].trim() && !begins(lines[i]) && !isTable(lines, i); i++);
-      block = { kind: "paragraph", text: lines.slice(from, i).map((each) => each.trimStart()).join("\n") };
-    }
-    yield { ...block, from, to: Math.min(i, lines.length) };
+  for (let i = 0; i < lines.length; ) {
+    if (!lines[i].trim()) { i++; continue; }
+    const read = READERS.reduce((found, reader) => found ?? reader(lines, i, depth), null) ?? paragraphAt(lines, i);
+    yield { ...read, from: i };
+    i = read.to;
   }
+}
+
+function codeAt(lines, from) {
+  const found = FENCE.exec(lines[from]);
+  if (!found) return null;
+  const [, space, fence, language] = found;
+  const end = new RegExp(`^ {0,3}${fence[0]}{${fence.length},}[ \\t]*$`);
+  const text = [];
+  let i = from + 1;
+  for (; i < lines.length && !end.test(lines[i]); i++)
+    text.push(lines[i].slice(Math.min(indent(lines[i]), space.length)));
+  const isOpen = i === lines.length;
+  if (isOpen && !text.at(-1)) text.pop(); // its line end came, and no more
+  return { kind: "code", language: literal(language), text: text.join("\n"), isOpen, to: isOpen ? i : i + 1 };
+}
+
+function headingAt(lines, from) {
+  const found = HEADING.exec(lines[from]);
+  return found && { kind: "heading", level: found[1].length, text: found[2].trim().replace(/ #+$/, ""), to: from + 1 };
+}
+
+function ruleAt(lines, from) {
+  return RULE.test(lines[from]) ? { kind: "rule", to: from + 1 } : null;
+}
+
+function quoteAt(lines, from, depth) {
+  if (depth >= DEPTH || !QUOTE.test(lines[from])) return null;
+  let to = from;
+  while (to < lines.length && QUOTE.test(lines[to])) to++;
+  return { kind: "quote", lines: lines.slice(from, to).map((line) => line.replace(QUOTE, "")), to };
+}
+
+function listAt(lines, from, depth) {
+  const first = ITEM.exec(lines[from]);
+  if (depth >= DEPTH || !first) return null;
+  const ordered = isOrdered(first), items = [];
+  let loose = false, to = from;
+  for (let item; (item = itemAt(lines, to, ordered)); ) {
+    items.push(item);
+    loose ||= item.hasBlanks;
+    to = item.to;
+    const next = afterBlanks(lines, to);
+    // Blank lines between items of one list.
+    if (next > to && isNextItem(lines[next], ordered, item.space)) {
+      loose = true;
+      to = next;
+    }
+  }
+  return { kind: "list", ordered, items, loose, to };
+}
+
+const isOrdered = ([, , mark]) => /\d/.test(mark);
+
+/** The first line from i on that is not blank. */
+function afterBlanks(lines, i) {
+  while (i < lines.length && !lines[i].trim()) i++;
+  return i;
+}
+
+function isNextItem(line, ordered, space) {
+  const found = line !== undefined && ITEM.exec(line);
+  return found && isOrdered(found) === ordered && indent(line) < space + 2;
+}
+
+/** The item of a list that begins at a line: {number, lines, hasBlanks, space, to}. space: before its mark. */
+function itemAt(lines, from, ordered) {
+  const found = from < lines.length && !RULE.test(lines[from]) && ITEM.exec(lines[from]);
+  if (!found || isOrdered(found) !== ordered) return null;
+  const [head, { length: space }, mark] = found;
+  const own = [lines[from].slice(head.length)];
+  let hasBlanks = false, i = from + 1;
+  for (; i < lines.length; i++) {
+    const line = lines[i];
+    if (!line.trim()) {
+      // A blank line is within the item if what follows is.
+      const next = afterBlanks(lines, i);
+      if (next === lines.length || indent(lines[next]) < space + 2) break;
+      hasBlanks = true;
+      own.push("");
+    } else if (indent(line) >= space + 2 || (!begins(line) && lines[i - 1].trim())) {
+      own.push(line.slice(Math.min(indent(line), head.length)));
+    } else break;
+  }
+  return { number: parseInt(mark), lines: own, hasBlanks, space, to: i };
+}
+
+function tableAt(lines, from) {
+  if (!isTable(lines, from)) return null;
+  let to = from + 2;
+  while (to < lines.length && lines[to].includes("|")) to++;
+  const rows = [lines[from], ...lines.slice(from + 2, to)].map(cells);
+  return { kind: "table", rows, align: cells(lines[from + 1]).map(alignment), to };
+}
+
+const alignment = (cell) => (!cell.endsWith(":") ? "" : cell.startsWith(":") ? "center" : "right");
+
+function formulaAt(lines, from) {
+  const found = FORMULA.exec(lines[from]);
+  if (!found || !endsWithLine(found)) return null;
+  const end = ENDS[found[1]];
+  let to = from + 1;
+  for (let rest = found[2]; !rest.includes(end) && to < lines.length; to++) rest = lines[to];
+  return { kind: "math", ...formulaIn(lines.slice(from, to).join("\n").trim(), end), to };
 }
 
 /** Whether a formula that begins a line is all of it, or ends in a later one. */
@@ -108,6 +149,12 @@ function formulaIn(text, end) {
   if (at < 0) return { text, tex: null, after: "" };
   const tex = text.slice(2, at), after = text.slice(at + 2).trim();
   return AFTER.test(after) ? { text, tex: tex + after, after: "" } : { text, tex, after };
+}
+
+function paragraphAt(lines, from) {
+  let to = from + 1;
+  while (to < lines.length && lines[to].trim() && !begins(lines[to]) && !isTable(lines, to)) to++;
+  return { kind: "paragraph", text: lines.slice(from, to).map((each) => each.trimStart()).join("\n"), to };
 }
 
 /** The cells of a row of a table. */
