@@ -71,83 +71,163 @@ function targetAt(text, i) {
   return end && { address: literal(address), end: i + end[0].length };
 }
 
-/** Text nodes and elements of a text, by CommonMark's method: brackets and marks of emphasis stand among
-    them until they are closed. */
-export function inline(text) {
-  const parts = [], brackets = [], none = new Set(); // backticks that nothing closes from here on
-  let plain = "", i = 0;
-  const flush = () => { if (plain) parts.push(plain); plain = ""; };
-  const add = (...more) => { flush(); parts.push(...more); };
-  const at = (pattern) => matchAt(pattern, text, i);
-  while (i < text.length) {
-    const c = text[i];
-    let found, href, formula;
-    if (c === "\n") {
-      const ends = /(?: {2,}|\\)$/.test(plain);
-      plain = plain.replace(/ +$|\\$/, "");
-      if (ends) add(el("br"));
-      else plain += "\n";
-      i++;
-    } else if ((c === "\\" || c === "$") && (found = at(MATH)) && (formula = formulaOf(found[0]))) {
-      add(formula);
-      i += found[0].length;
-    } else if (c === "\\" && (found = at(ESCAPE))) {
-      plain += found[1];
-      i += 2;
-    } else if (c === "&" && (found = at(ENTITY))) {
-      plain += characterOf(found);
-      i += found[0].length;
-    } else if (c === "`") {
-      const run = runOf(text, i);
-      const end = none.has(run) ? -1 : closingRun(text, i + run.length, run);
-      if (end < 0) { none.add(run); plain += run; i += run.length; }
-      else {
-        const code = text.slice(i + run.length, end).replaceAll("\n", " ");
-        add(el("code", {}, /^ .*[^ ].* $/.test(code) ? code.slice(1, -1) : code));
-        i = end + run.length;
-      }
-    } else if (c === "<" && (found = at(BREAK))) {
-      add(el("br"));
-      i += found[0].length;
-    } else if (c === "<" && (found = at(AUTOLINK)) && (href = safe(found[1] ?? `mailto:${found[2]}`))) {
-      add(linkNode(href, [found[1] ?? found[2]]));
-      i += found[0].length;
-    } else if ((c === "h" || c === "m") && !WORD.test(text[i - 1] ?? " ") && (found = at(BARE))) {
-      let address = brackets.length ? found[0].split("]", 1)[0] : found[0];
-      address = address.replace(/(?:&[a-zA-Z\d]+;|[.,;:!?'_~\]])+$/, "");
-      if (address.endsWith(")") && !address.includes("(")) address = address.slice(0, -1);
-      i += address.length;
-      address = literal(address);
-      add((href = safe(address)) ? linkNode(href, [address]) : address);
-    } else if (c === "[" || (c === "!" && text[i + 1] === "[")) {
-      flush();
-      const bracket = c === "!" ? "![" : "[";
-      brackets.push({ isImage: c === "!", at: parts.push(bracket), isOpen: true });
-      i += bracket.length;
-    } else if (c === "]" && brackets.length) {
-      const { isImage, at: from, isOpen } = brackets.pop();
-      const target = isOpen && targetAt(text, i + 1);
-      if (!target) { plain += c; i++; continue; }
-      flush();
-      let inner = emphasised(parts.splice(from));
-      parts.pop(); // the bracket
-      if (!inner.length) inner = [target.address];
-      // No link is in another, and an image is one to it, named by its text: nothing is fetched by showing
-      // an answer.
-      const whole = el("span", {}, ...inner);
-      if (isImage) whole.replaceChildren(whole.textContent);
-      else for (const within of whole.querySelectorAll("a")) within.replaceWith(...within.childNodes);
-      if (!isImage) for (const bracket of brackets) bracket.isOpen &&= bracket.isImage;
-      parts.push(...((href = safe(target.address)) ? [linkNode(href, whole.childNodes)] : whole.childNodes));
-      i = target.end;
-    } else if (c === "*" || c === "_" || c === "~") {
-      const run = runOf(text, i);
-      add(markOf(text, i, run));
-      i += run.length;
-    } else { plain += c; i++; }
+/** Text nodes and elements of a text. */
+export const inline = (text) => new InlineReader(text).read();
+
+/** Reads a text by CommonMark's method: brackets and marks of emphasis stand among what was read until they are
+    closed. Each method reads one thing that begins where the reader is, and tells whether it did. */
+class InlineReader {
+  constructor(text) {
+    this.text = text;
+    this.i = 0; // up to here it was read
+    this.plain = ""; // what was read last, and is nothing but text
+    this.parts = []; // strings, elements, marks of emphasis
+    this.brackets = []; // that are open
+    this.unclosed = new Set(); // runs of backticks that nothing closes from here on
   }
-  flush();
-  return emphasised(parts);
+
+  read() {
+    while (this.i < this.text.length) {
+      const methods = METHODS[this.text[this.i]] ?? [];
+      if (!methods.some((method) => this[method]())) this.take(this.text[this.i]);
+    }
+    this.flush();
+    return emphasised(this.parts);
+  }
+
+  at(pattern) { return matchAt(pattern, this.text, this.i); }
+
+  /** Go on behind what was read, which stands for itself or for another text. */
+  take(read, plain = read) {
+    this.plain += plain;
+    this.i += read.length;
+    return true;
+  }
+
+  /** Go on behind what was read, of which a part was made. */
+  add(read, part) {
+    this.flush();
+    this.parts.push(part);
+    this.i += read.length;
+    return true;
+  }
+
+  flush() {
+    if (this.plain) this.parts.push(this.plain);
+    this.plain = "";
+  }
+
+  lineEnd() {
+    const breaks = /(?: {2,}|\\)$/.test(this.plain);
+    this.plain = this.plain.replace(/ +$|\\$/, "");
+    return breaks ? this.add("\n", el("br")) : this.take("\n");
+  }
+
+  formula() {
+    const found = this.at(MATH);
+    const node = found && formulaOf(found[0]);
+    return Boolean(node) && this.add(found[0], node);
+  }
+
+  escape() {
+    const found = this.at(ESCAPE);
+    return Boolean(found) && this.take(found[0], found[1]);
+  }
+
+  entity() {
+    const found = this.at(ENTITY);
+    return Boolean(found) && this.take(found[0], characterOf(found));
+  }
+
+  code() {
+    const { text, i } = this, run = runOf(text, i);
+    const end = this.unclosed.has(run) ? -1 : closingRun(text, i + run.length, run);
+    if (end < 0) {
+      this.unclosed.add(run);
+      return this.take(run);
+    }
+    const code = text.slice(i + run.length, end).replaceAll("\n", " ");
+    const node = el("code", {}, /^ .*[^ ].* $/.test(code) ? code.slice(1, -1) : code);
+    return this.add(text.slice(i, end + run.length), node);
+  }
+
+  lineBreak() {
+    const found = this.at(BREAK);
+    return Boolean(found) && this.add(found[0], el("br"));
+  }
+
+  autolink() {
+    const found = this.at(AUTOLINK);
+    const href = found && safe(found[1] ?? `mailto:${found[2]}`);
+    return Boolean(href) && this.add(found[0], linkNode(href, [found[1] ?? found[2]]));
+  }
+
+  bareLink() {
+    const found = WORD.test(this.text[this.i - 1] ?? " ") ? null : this.at(BARE);
+    if (!found) return false;
+    let read = this.brackets.length ? found[0].split("]", 1)[0] : found[0];
+    read = read.replace(/(?:&[a-zA-Z\d]+;|[.,;:!?'_~\]])+$/, "");
+    if (read.endsWith(")") && !read.includes("(")) read = read.slice(0, -1);
+    const address = literal(read), href = safe(address);
+    return this.add(read, href ? linkNode(href, [address]) : address);
+  }
+
+  openBracket() {
+    const isImage = this.text.startsWith("![", this.i);
+    if (!isImage && this.text[this.i] !== "[") return false;
+    const bracket = isImage ? "![" : "[";
+    this.add(bracket, bracket);
+    this.brackets.push({ isImage, at: this.parts.length, isOpen: true });
+    return true;
+  }
+
+  closeBracket() {
+    if (!this.brackets.length) return false;
+    const { isImage, at, isOpen } = this.brackets.pop();
+    const target = isOpen && targetAt(this.text, this.i + 1);
+    if (!target) return false;
+    this.flush();
+    const inner = emphasised(this.parts.splice(at));
+    this.parts.pop(); // the bracket
+    this.parts.push(...linked(target.address, inner.length ? inner : [target.address], isImage));
+    // No link is in another.
+    if (!isImage) for (const bracket of this.brackets) bracket.isOpen &&= bracket.isImage;
+    this.i = target.end;
+    return true;
+  }
+
+  emphasis() {
+    const run = runOf(this.text, this.i);
+    return this.add(run, markOf(this.text, this.i, run));
+  }
+}
+
+// Of InlineReader, those that may read something that begins with a character
+const METHODS = {
+  "\n": ["lineEnd"],
+  "\\": ["formula", "escape"],
+  $: ["formula"],
+  "&": ["entity"],
+  "`": ["code"],
+  "<": ["lineBreak", "autolink"],
+  h: ["bareLink"],
+  m: ["bareLink"],
+  "[": ["openBracket"],
+  "!": ["openBracket"],
+  "]": ["closeBracket"],
+  "*": ["emphasis"],
+  _: ["emphasis"],
+  "~": ["emphasis"],
+};
+
+/** A link with what is in it, without links in that; those nodes alone if its address is not safe. An image is a
+    link to it, named by its text: nothing is fetched by showing an answer. */
+function linked(address, inner, isImage) {
+  const whole = el("span", {}, ...inner);
+  if (isImage) whole.replaceChildren(whole.textContent);
+  else for (const within of whole.querySelectorAll("a")) within.replaceWith(...within.childNodes);
+  const href = safe(address);
+  return href ? [linkNode(href, whole.childNodes)] : whole.childNodes;
 }
 
 /** An element with a formula and its marks, as it was written where it cannot be read; null where $…$ is
