@@ -1447,12 +1447,16 @@ def test_the_send_button_looks_like_one(open_page: Open) -> None:
 @pytest.mark.full
 def test_a_narrow_window(open_page: Open) -> None:
     text = "A" * 300 + "\n\n```\n" + "b" * 300 + "\n```\n\n| " + "c " * 80 + "| d |\n| - | - |\n"
+    sum_of_many = " + ".join(f"x_{i}" for i in range(9))
+    text = f"In a line ${sum_of_many}$.\n\n$${sum_of_many}$$\n\n{text}"
     page = open_page(ScriptedEngine(text), viewport={"width": 320, "height": 560})
     assert not page.locator("#side").is_visible()
     say(page, "word" * 100)
     ended(page)
     for element in ("scroller", "document.documentElement"):
         assert page.evaluate(f"{element}.scrollWidth <= {element}.clientWidth")
+    formula = page.locator("article p .math").bounding_box()
+    assert formula["x"] + formula["width"] <= 320  # it goes on in the next line
     page.click("#menu")
     assert page.locator("#side").is_visible()
     page.keyboard.press("Escape")

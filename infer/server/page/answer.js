@@ -4,7 +4,6 @@ import { chats, contextOf, continues, modelOf, running } from "./chats.js";
 import { tell } from "./events.js";
 import { textOf } from "./files.js";
 import { number } from "./format.js";
-import { start } from "./main.js";
 import { Failure, eventsOf, request } from "./server.js";
 import { saveChat } from "./store.js";
 import { addMessage, lastOf, pathOf, removeLast } from "./tree.js";
@@ -26,7 +25,8 @@ export const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_pe
 
 function asked(chat, model) {
   const { settings } = chat;
-  const own = Object.fromEntries(NUMBERS.filter((name) => settings[name] !== undefined).map((name) => [name, settings[name]]));
+  const own = {};
+  for (const name of NUMBERS) if (settings[name] !== undefined) own[name] = settings[name];
   if (settings.stop) own.stop = settings.stop.split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n"));
   if (settings.schema) {
     const schema = JSON.parse(settings.schema);
@@ -70,7 +70,7 @@ export function goOn(chat) {
   if (!running.has(chat.id)) run(chat, lastOf(chat));
 }
 
-export async function run(chat, message) {
+async function run(chat, message) {
   const now = performance.now();
   const going = { chat, message, model: modelOf(chat), stop: new AbortController(), begin: now, saved: now,
     heard: now, first: null, last: null, pieces: 0, usage: null, finish: null };
@@ -140,7 +140,7 @@ function noteOf({ message, finish }) {
   return message.content || message.reasoning ? null : "The model answered nothing.";
 }
 
-export function failed({ message, model }, error) {
+function failed({ message, model }, error) {
   if (error.name === "AbortError") { message.note = "Stopped."; return; }
   delete message.note;
   message.error = error.code === "context_length_exceeded" ? tooLong(model)

@@ -29,11 +29,18 @@ async function attach(files) {
 
 function showFiles() {
   $("files").replaceChildren(...attached.map((file) => {
-    const remove = el("button", { type: "button", className: "icon", title: "Remove", "aria-label": `Remove ${file.name}`,
-      onclick: () => { attached = attached.filter((each) => each !== file); showFiles(); $("text").focus(); } }, icon("close"));
+    const onclick = () => detach(file), label = `Remove ${file.name}`;
+    const remove = el("button", { type: "button", className: "icon", title: "Remove", "aria-label": label, onclick },
+      icon("close"));
     return el("li", {}, el("span", {}, file.name), remove);
   }));
   tell("attached");
+}
+
+function detach(file) {
+  attached = attached.filter((each) => each !== file);
+  showFiles();
+  $("text").focus();
 }
 
 /** A file of a message, whose text is shown when it is opened. */
@@ -41,7 +48,8 @@ export function fileNode({ name, text }) {
   const size = `${number.format(text.length)} ${text.length === 1 ? "character" : "characters"}`;
   const node = el("details", { className: "file" }, el("summary", {}, name, " ", el("small", {}, size)));
   node.addEventListener("toggle", () => {
-    if (node.open && !node.querySelector("pre")) node.append(el("pre", { tabIndex: 0, role: "group", "aria-label": name }, text));
+    if (!node.open || node.querySelector("pre")) return;
+    node.append(el("pre", { tabIndex: 0, role: "group", "aria-label": name }, text));
   });
   return node;
 }

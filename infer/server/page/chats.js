@@ -3,7 +3,8 @@
 /** One that goes on with the model and the settings of another. */
 export function newChat({ model = null, settings = {} } = {}) {
   const id = Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
-  return { id, title: "New conversation", named: false, time: 0, model, settings: { ...settings }, messages: [], tip: null };
+  const nothing = { title: "New conversation", named: false, time: 0, messages: [], tip: null };
+  return { id, model, settings: { ...settings }, ...nothing };
 }
 
 /** What the page shows, and what it knows of the server. */

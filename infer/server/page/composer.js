@@ -69,10 +69,13 @@ function showContext() {
   const most = contextOf(modelOf(app.here));
   $("context").hidden = !used || !most;
   if ($("context").hidden) return;
-  const percent = Math.ceil((100 * used) / most);
-  $("context").replaceChildren(el("meter", { min: 0, max: most, high: most * 0.8, value: used, "aria-hidden": "true" }),
-    el("span", {}, `${number.format(percent)} %`), el("span", { className: "hidden" }, "of the context is used"));
-  $("context").title = `This conversation has ${number.format(used)} tokens of the ${number.format(most)} that the model's context holds.`;
+  $("context").replaceChildren(
+    el("meter", { min: 0, max: most, high: most * 0.8, value: used, "aria-hidden": "true" }),
+    el("span", {}, `${Math.ceil((100 * used) / most)} %`),
+    el("span", { className: "hidden" }, "of the context is used"),
+  );
+  $("context").title =
+    `This conversation has ${number.format(used)} tokens of the ${number.format(most)} that the model's context holds.`;
 }
 
 onEnter($("text"), send);

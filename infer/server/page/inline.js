@@ -8,7 +8,12 @@ export const DEPTH = 12; // of quotes, lists and emphasis in each other; deeper 
 const AUTOLINK = /<(?:([a-z][a-z0-9+.-]{1,31}:[^\x00-\x20<>]*)|([\w.!#$%&'*+/=?^`{|}~-]+@[a-z0-9-]+(?:\.[a-z0-9-]+)*))>/iy;
 const BARE = /(?:https?:\/\/|mailto:)[^\s<>"`*]+/y;
 const BREAK = /<br[ \t]*\/?>/iy;
-const MATH = /\\\((?:[^\\]|\\[^)])*\\\)|\\\[(?:[^\\]|\\[^\]])*\\\]|\$\$[^$]+\$\$|\$(?![\s$])(?:[^$`\\\n]|\\[^\n])+(?<!\s)\$(?!\d)/y; // as Pandoc has $…$
+const MATH = new RegExp([
+  /\\\((?:[^\\]|\\[^)])*\\\)/, // \(…\)
+  /\\\[(?:[^\\]|\\[^\]])*\\\]/, // \[…\]
+  /\$\$[^$]+\$\$/,
+  /\$(?![\s$])(?:[^$`\\\n]|\\[^\n])+(?<!\s)\$(?!\d)/, // $…$, as Pandoc has it
+].map(({ source }) => source).join("|"), "y");
 const MONEY = /^[\d.,]+\s[^\\^_=]*$/; // between two amounts of dollars
 const ESCAPE = /\\([!-/:-@[-`{-~])/y;
 const ENTITY = /&(?:#(\d{1,7})|#[xX]([\da-fA-F]{1,6})|([a-zA-Z][a-zA-Z\d]*));/y;
@@ -304,4 +309,4 @@ function emphasised(parts) {
   return parts.map(written).filter(Boolean);
 }
 
-export const written = (part) => (part.mark ? part.mark.repeat(part.left) : part);
+const written = (part) => (part.mark ? part.mark.repeat(part.left) : part);

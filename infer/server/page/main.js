@@ -28,7 +28,7 @@ addEventListener("pagehide", () => {
 });
 addEventListener("pageshow", ({ persisted }) => { if (persisted) location.reload(); });
 
-export async function start() {
+async function start() {
   applyTheme();
   for (const [id, chat] of await loadChats()) chats.set(id, chat);
   const newest = [...chats.values()].reduce((a, b) => (a && a.time > b.time ? a : b), null);

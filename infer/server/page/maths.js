@@ -3,7 +3,6 @@
 
 import { el } from "./dom.js";
 import { on } from "./events.js";
-import { number } from "./format.js";
 
 const MATHML = "http://www.w3.org/1998/Math/MathML";
 const ACTIVE = /^(?:on|href|xlink|src|id$|action)/i; // attributes
@@ -25,8 +24,11 @@ export function mathNode(tex, isDisplay) {
 function newMath(tex, isDisplay) {
   if (tex.length > MOST) return null;
   const node = el("span", { className: "math" });
-  // Sizes are limited to those of a page, in em and in points.
-  const options = { displayMode: isDisplay, throwOnError: true, trust: false, maxSize: [40, 400], maxExpand: 500 };
+  const options = {
+    displayMode: isDisplay, throwOnError: true, trust: false, maxExpand: 500,
+    maxSize: [40, 400], // that of a page, in em and in points
+    wrap: isDisplay || tex.length < 40 ? "none" : "tex", // a long one in a line may go on in the next
+  };
   try { temml.render(tex, node, options); } catch { return null; }
   for (const number of node.querySelectorAll("span.tml-eqn")) number.remove(); // of an equation, still empty
   return isHarmless(node) ? node : null;

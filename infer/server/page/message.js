@@ -107,7 +107,8 @@ class Said extends View {
     const said = el("div", { className: "said" }, message.content);
     node.setAttribute("aria-label", "You");
     said.hidden = !message.content;
-    node.replaceChildren(...(message.files ?? []).map(fileNode), said, ...this.foot(isLong(message.content) && this.fold(said), this.versions(), edit));
+    const fold = isLong(message.content) && this.fold(said);
+    node.replaceChildren(...(message.files ?? []).map(fileNode), said, ...this.foot(fold, this.versions(), edit));
   }
 
   /** Fold a long text, and give a button to see all of it. */

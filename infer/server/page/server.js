@@ -63,7 +63,8 @@ export async function loadModels() {
     app.models = [];
     app.serverError = error;
     app.isWell &&= error.status === 401; // or it is asked again
-    if (error.status === 401) tell("key", load(KEY) ? "The server does not take this API key." : "This server asks for an API key.");
+    const why = load(KEY) ? "The server does not take this API key." : "This server asks for an API key.";
+    if (error.status === 401) tell("key", why);
   }
   if (JSON.stringify([app.models, app.serverError?.message]) === before) return; // what has the focus keeps it
   tell("models");

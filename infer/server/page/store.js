@@ -1,6 +1,5 @@
 // What the browser keeps: conversations in IndexedDB; the look and the key in localStorage.
 
-import { failed } from "./answer.js";
 import { tell } from "./events.js";
 import { chatOf } from "./tree.js";
 

@@ -36,14 +36,14 @@ function updateThread() {
   for (const node of nodes) if (!node.isConnected) thread.append(node);
 }
 
-// Examples, to be asked with a click
+// Examples, to be asked with a click: of questions, and of texts to go on with
 const QUESTIONS = [
   "Explain in simple words how a language model predicts the next word.",
   "Write a Python function that tells whether a text is a palindrome.",
   "Derive the quadratic formula step by step.",
   "Draft a friendly message that moves a meeting to Friday.",
 ];
-const BEGINNINGS = ["Once upon a time", "The longest rivers of Europe are", "def fibonacci(n):"]; // of texts to go on with
+const BEGINNINGS = ["Once upon a time", "The longest rivers of Europe are", "def fibonacci(n):"];
 
 function emptyNode() {
   const model = app.models.find(({ id }) => id === modelOf(app.here));
@@ -53,11 +53,13 @@ function emptyNode() {
       el("div", { className: "failed" }, button("Try again", "edge", loadModels)));
   } else if (model) {
     node.append(el("h2", {}, model.id));
-    if (model.max_model_len) node.append(el("p", {}, `Up to ${number.format(model.max_model_len)} tokens in a conversation`));
+    const most = model.max_model_len;
+    if (most) node.append(el("p", {}, `Up to ${number.format(most)} tokens in a conversation`));
     node.append(el("p", {}, "Conversations are kept in this browser alone"));
     const goesOn = continues.has(model.id);
     if (goesOn) node.append(el("p", {}, "This model has no chat template: it continues your text as it stands."));
-    const examples = (goesOn ? BEGINNINGS : QUESTIONS).map((text) => button(text, "example", () => tell("ask", text)));
+    const examples = (goesOn ? BEGINNINGS : QUESTIONS).map((text) =>
+      button(text, "example", () => tell("ask", text)));
     node.append(el("div", { className: "examples", role: "group", "aria-label": "Examples" }, ...examples));
   }
   return node;

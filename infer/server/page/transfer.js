@@ -4,7 +4,6 @@ import { app, chats, running } from "./chats.js";
 import { $, download } from "./dom.js";
 import { tell } from "./events.js";
 import { number } from "./format.js";
-import { written } from "./inline.js";
 import { saveChat } from "./store.js";
 import { show } from "./thread.js";
 import { chatOf } from "./tree.js";

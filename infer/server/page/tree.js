@@ -1,8 +1,6 @@
 // A conversation's messages are a tree: where one is edited or answered anew, the old and the new go on from
 // the same message. `chat.messages` has all of them, each after its parent; `chat.tip` is the last that is shown.
 
-import { seconds } from "./format.js";
-
 const newId = () => Math.random().toString(36).slice(2, 10);
 
 /** The messages that are shown, from the first to the last. */
