@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import hashlib
 import itertools
 import json
@@ -125,6 +126,9 @@ def test_the_page_is_one_request_and_cached() -> None:
         again, nothing = ask(address, "/", headers={"If-None-Match": tag})
         assert (again.status, nothing, again.getheader("etag")) == (304, b"", tag)
         assert ask(address, "/", headers={"If-None-Match": '"old"'})[1] == data
+        packed, body = ask(address, "/", headers={"Accept-Encoding": "br, gzip"})
+        assert packed.getheader("content-encoding") == "gzip"
+        assert gzip.decompress(body) == data
 
 
 def test_a_model_without_a_chat_template_is_told_by_a_code() -> None:
@@ -343,6 +347,7 @@ def test_earlier_answers_are_kept(open_page: Open) -> None:
     assert "3 of 3" in page.inner_text(".versions")
     of_message(page, 1, "Previous version").click()
     assert shown(page) == ["Hi", "Two."]
+    assert page.inner_text("#spoken") == "Version 2 of 3."
     assert page.evaluate("document.activeElement.title") == "Previous version"
     page.keyboard.press("Enter")
     assert shown(page) == ["Hi", "One."]
@@ -453,6 +458,7 @@ def test_settings_are_sent(open_page: Open) -> None:
         schema.fill(text)
         assert told in page.inner_text("#schema-error")
     page.keyboard.press("Escape")
+    assert page.get_attribute("#open-settings", "title") == "Settings, some of which are set"
     page.select_option("#model", "sql")
     say(page, "Hi")
     ended(page)
@@ -473,6 +479,10 @@ def test_settings_are_sent(open_page: Open) -> None:
     say(page, "Hi")
     ended(page)
     assert engine.asked[1][1] == SamplingParams()
+    page.click("#open-settings")
+    page.get_by_label("System prompt").fill("")
+    page.keyboard.press("Escape")
+    assert page.get_attribute("#open-settings", "title") == "Settings"
 
 
 THINKING = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
 import re
@@ -16,14 +17,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 _IMPORT = re.compile(r'^import (?:[^;"]* from )?"\./(.*)";\n', re.M)
+_HTML = "text/html; charset=utf-8"
 _LIBRARIES = "temml", "prism"  # maths and colours of code, each with its licence beside it
 _EXPORT = re.compile(r"^export ", re.M)
 
 
 @cache
-def _page() -> tuple[str, dict[str, str]]:
-    """Its text, and its headers. The policy has a browser run the page's own scripts and no others,
-    and ask this server alone."""
+def _page() -> tuple[bytes, bytes, dict[str, str]]:
+    """Its text, the same in gzip, and its headers. The policy has a browser run the page's own
+    scripts and no others, and ask this server alone."""
     font = base64.b64encode(_file("vendor/temml.woff2").read_bytes()).decode()
     parts = {
         "style": _read("vendor/temml.css").replace("Temml.woff2", f"data:font/woff2;base64,{font}")
@@ -53,9 +55,10 @@ def _page() -> tuple[str, dict[str, str]]:
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",  # a browser asks whether it has the newest
-        "ETag": f'"{hashlib.sha256(text.encode()).hexdigest()}"',
+        "ETag": f'W/"{hashlib.sha256(text.encode()).hexdigest()}"',  # weak: of both forms
+        "Vary": "Accept-Encoding",
     }
-    return text, headers
+    return text.encode(), gzip.compress(text.encode(), mtime=0), headers
 
 
 def _file(name: str) -> Traversable:
@@ -98,7 +101,9 @@ def _hashes(text: str, tag: str) -> str:
 
 
 async def page(request: Request) -> Response:
-    text, headers = _page()
+    text, packed, headers = _page()
     if request.headers.get("if-none-match") == headers["ETag"]:
         return Response(status_code=304, headers=headers)
-    return Response(text, headers=headers, media_type="text/html")
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        return Response(packed, headers=headers | {"Content-Encoding": "gzip"}, media_type=_HTML)
+    return Response(text, headers=headers, media_type=_HTML)

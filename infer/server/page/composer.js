@@ -20,7 +20,7 @@ function showModels() {
   select.disabled = app.models.length < 2;
 }
 
-export function showSend() {
+function showSend() {
   const stops = running.has(app.here.id);
   const send = $("send");
   send.classList.toggle("stop", stops);

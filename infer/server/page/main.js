@@ -1,7 +1,7 @@
 // What begins it all: other tabs, and the first look.
 
 import { app, chats, running } from "./chats.js";
-import { showSend } from "./composer.js";
+import { tell } from "./events.js";
 import { showChats } from "./list.js";
 import { toEnd } from "./scroll.js";
 import { loadModels, watch } from "./server.js";
@@ -33,9 +33,8 @@ async function start() {
   for (const [id, chat] of await loadChats()) chats.set(id, chat);
   const newest = [...chats.values()].reduce((a, b) => (a && a.time > b.time ? a : b), null);
   if (newest && !app.here.messages.length) app.here = newest;
-  showChats();
   showThread();
-  showSend();
+  tell("shown");
   toEnd();
   loadModels();
   watch(true);

@@ -8,6 +8,7 @@ import { tell } from "./events.js";
 import { number, seconds } from "./format.js";
 import { Markdown } from "./markdown.js";
 import { toEnd } from "./scroll.js";
+import { speak } from "./speech.js";
 import { saveChat } from "./store.js";
 import { addMessage, turnTo, versionsOf } from "./tree.js";
 
@@ -68,8 +69,8 @@ class View {
     const field = el("textarea", { value: this.message.content, rows: 1, "aria-label": "Edit the message" });
     const end = () => { this.editor = null; this.reset(); this.fill(); $("text").focus(); };
     const act = () => {
-      const text = field.value.trim();
-      if (!text || running.has(this.chat.id)) return;
+      const text = this.trimmed(field.value);
+      if (!text.trim() || running.has(this.chat.id)) return;
       end();
       if (text !== this.message.content) done(text);
     };
@@ -87,6 +88,7 @@ class View {
   }
 
   reset() { this.node.replaceChildren(); }
+  trimmed(text) { return text; } // an answer may go on, and then spaces at its ends count
 }
 
 /** Show another version of a message. The focus stays at the button, or where that is at its end, beside it. */
@@ -97,10 +99,14 @@ function turn(chat, message, name) {
   const buttons = [...app.views.get(message).node.querySelectorAll(".versions button")];
   if (name === "forth") buttons.reverse();
   buttons.find((each) => !each.disabled)?.focus();
+  const all = versionsOf(chat, message);
+  speak(`Version ${all.indexOf(message) + 1} of ${all.length}.`);
 }
 
 /** A message of the user. */
 class Said extends View {
+  trimmed(text) { return text.trim(); }
+
   fill() {
     const { message, node } = this;
     const edit = this.isIdle && button("Edit", "quiet", () => this.change());

@@ -35,6 +35,7 @@ $("settings-form").addEventListener("input", () => {
   const settings = Object.fromEntries([...TEXTS, ...NUMBERS].map((name) => [name, settingOf(name)]));
   for (const [name, value] of Object.entries(settings)) if (value === undefined) delete settings[name];
   app.here.settings = settings;
+  showWhetherSet();
   if (app.here.messages.length) saveChat(app.here);
 });
 
@@ -44,6 +45,13 @@ function settingOf(name) {
   if (!field.value.trim() && !field.validity.badInput) return undefined;
   if (!field.checkValidity()) return app.here.settings[name];
   return NUMBERS.includes(name) ? field.valueAsNumber : name === "stop" ? field.value : field.value.trim();
+}
+
+/** Mark the button where something is set: what a new conversation has from the last one is not in sight. */
+function showWhetherSet() {
+  const isSet = Object.keys(app.here.settings).length > 0;
+  $("open-settings").classList.toggle("set", isSet);
+  $("open-settings").title = isSet ? "Settings, some of which are set" : "Settings";
 }
 
 function showSchemaError() {
@@ -72,6 +80,7 @@ $("settings").addEventListener("close", () => {
 });
 
 on("key", askForKey);
+on("shown", showWhetherSet);
 
 export function applyTheme() {
   const theme = load(LOOK) ?? "";

@@ -79,7 +79,7 @@ export async function loadChats() {
   try { saved = await withStore("readonly", (store) => store.getAll()); } catch { /* nothing is kept */ }
   const found = new Map(saved.map((chat) => [chat.id, chat]));
   for (const [name, chat] of oldChats()) {
-    if (!found.has(chat.id)) found.set(chat.id, chat);
+    if (!(found.get(chat.id)?.time >= chat.time)) found.set(chat.id, chat); // an old page may still write there
     try {
       await withStore("readwrite", (store) => store.put(found.get(chat.id)));
       localStorage.removeItem(name);
