@@ -33,7 +33,8 @@ function byDay(found) {
   const groups = new Map();
   for (const each of found) {
     const day = dayOf(each.chat.time);
-    groups.set(day, [...(groups.get(day) ?? []), each]);
+    if (!groups.has(day)) groups.set(day, []);
+    groups.get(day).push(each);
   }
   return [...groups];
 }
