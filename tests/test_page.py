@@ -454,7 +454,8 @@ def test_settings_are_sent(open_page: Open) -> None:
     page.get_by_label("Stop strings").fill("END\n\n \\n\\n")
     schema = page.get_by_label("JSON schema")
     schema.fill(json.dumps(SCHEMA))
-    for text, told in (("{", "The schema is no JSON"), ("[1]", "A schema is a JSON object.")):
+    page.get_by_label("Other parameters").fill('{"logit_bias": {"3": -1}, "temperature": 9}')
+    for text, told in (("{", "This is no JSON: "), ("[1]", "This is no JSON object.")):
         schema.fill(text)
         assert told in page.inner_text("#schema-error")
     page.keyboard.press("Escape")
@@ -465,7 +466,9 @@ def test_settings_are_sent(open_page: Open) -> None:
     prompt, (_, params, adapter) = engine.prompts[0], engine.asked[0]
     assert prompt[0] == {"role": "system", "content": "Be brief."}
     given = {name.lower().replace(" ", "_"): value for name, value in NUMBERS.items()}
-    assert params == SamplingParams(**given, stop=("END", " \n\n"), schema=SCHEMA)
+    assert params == SamplingParams(
+        **given, stop=("END", " \n\n"), schema=SCHEMA, logit_bias={3: -1}
+    )
     assert adapter == "sql"
     page.reload()
     page.click("#open-settings")
@@ -473,7 +476,7 @@ def test_settings_are_sent(open_page: Open) -> None:
     assert page.get_by_label("Min p").is_visible()
     assert json.loads(schema.input_value()) == SCHEMA
     assert page.inner_text("#schema-error") == ""
-    for name in ("JSON schema", "Stop strings", *NUMBERS):
+    for name in ("JSON schema", "Other parameters", "Stop strings", *NUMBERS):
         page.get_by_label(name).fill("")
     page.keyboard.press("Escape")
     say(page, "Hi")

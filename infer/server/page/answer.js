@@ -32,7 +32,8 @@ function asked(chat, model) {
     const schema = JSON.parse(settings.schema);
     own.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   }
-  return { model, ...promptOf(chat, model), ...own, stream: true, stream_options: { include_usage: true } };
+  const other = settings.other ? JSON.parse(settings.other) : {};
+  return { ...other, model, ...promptOf(chat, model), ...own, stream: true, stream_options: { include_usage: true } };
 }
 
 /** What is answered, or goes on: an answer that has only begun is no part of it. */

@@ -7,12 +7,12 @@ import { on } from "./events.js";
 import { loadModels } from "./server.js";
 import { KEY, LOOK, keep, load, saveChat } from "./store.js";
 
-const TEXTS = ["system", "thinking", "stop", "schema"];
+const TEXTS = ["system", "thinking", "stop", "schema", "other"];
 const fields = $("settings-form").elements;
 
 function openSettings() {
   for (const name of [...TEXTS, ...NUMBERS]) fields[name].value = app.here.settings[name] ?? "";
-  showSchemaError();
+  showJsonErrors();
   $("more-settings").open = [...$("more-settings").querySelectorAll("[name]")].some(({ value }) => value);
   $("key").value = load(KEY) ?? "";
   $("key-field").hidden &&= !load(KEY);
@@ -31,7 +31,7 @@ $("close-settings").addEventListener("click", () => $("settings").close());
 $("settings").addEventListener("click", (event) => { if (event.target === $("settings")) $("settings").close(); });
 $("settings-form").addEventListener("submit", (event) => { event.preventDefault(); $("settings").close(); });
 $("settings-form").addEventListener("input", () => {
-  showSchemaError();
+  showJsonErrors();
   const settings = Object.fromEntries([...TEXTS, ...NUMBERS].map((name) => [name, settingOf(name)]));
   for (const [name, value] of Object.entries(settings)) if (value === undefined) delete settings[name];
   app.here.settings = settings;
@@ -54,19 +54,22 @@ function showWhetherSet() {
   $("open-settings").title = isSet ? "Settings, some of which are set" : "Settings";
 }
 
-function showSchemaError() {
-  const error = schemaError(fields.schema.value.trim());
-  fields.schema.setCustomValidity(error);
-  fields.schema.setAttribute("aria-invalid", String(Boolean(error)));
-  $("schema-error").textContent = error;
+/** Tell of the fields that take JSON what is wrong with it. */
+function showJsonErrors() {
+  for (const name of ["schema", "other"]) {
+    const error = jsonError(fields[name].value.trim());
+    fields[name].setCustomValidity(error);
+    fields[name].setAttribute("aria-invalid", String(Boolean(error)));
+    $(`${name}-error`).textContent = error;
+  }
 }
 
-function schemaError(text) {
+function jsonError(text) {
   if (!text) return "";
   try {
-    const schema = JSON.parse(text);
-    return schema && typeof schema === "object" && !Array.isArray(schema) ? "" : "A schema is a JSON object.";
-  } catch (error) { return `The schema is no JSON: ${error.message}.`; }
+    const given = JSON.parse(text);
+    return given && typeof given === "object" && !Array.isArray(given) ? "" : "This is no JSON object.";
+  } catch (error) { return `This is no JSON: ${error.message}.`; }
 }
 
 $("settings").addEventListener("close", () => {
