@@ -1,4 +1,4 @@
-// Code in colour, by Prism: it takes a text apart, and here the parts become elements.
+// Code in colour, by Prism (vendor/prism.min.js): it takes a text apart, and here the parts become elements.
 
 import { el } from "./dom.js";
 

@@ -1,5 +1,5 @@
-// Formulas: from TeX to MathML, by Temml. What an answer says is not trusted: Temml makes no links or images
-// of it, and nothing is shown but MathML that can do nothing.
+// Formulas: from TeX to MathML, by Temml (vendor/temml.min.js). What an answer says is not trusted: Temml makes no
+// links or images of it, and nothing is shown but MathML that can do nothing.
 
 import { el } from "./dom.js";
 import { on } from "./events.js";
