@@ -55,13 +55,13 @@ export function answer(chat) {
   return run(chat, addMessage(chat, { role: "assistant", content: "", model: modelOf(chat) }));
 }
 
-/** Have the last message answered anew, if it is one of the user, or else its answer. */
+/** Have the user's last message answered anew. What there was of an answer stays as a version. */
 export function retry(chat) {
   if (running.has(chat.id)) return;
   const last = lastOf(chat);
   if (last?.role === "assistant") {
-    if (last.error || !last.content) removeLast(chat);
-    else chat.tip = last.parent;
+    if (last.content) chat.tip = last.parent;
+    else removeLast(chat);
   }
   answer(chat);
 }
