@@ -9,6 +9,7 @@
 #let EPILOGUE = 4 + SCALES_BOUND + ROW_SCALES
 #include "matmul_outputs.wgsl"
 #include "epilogue.wgsl"
+#include "crossed_halves.wgsl"
 #include "half_scale.wgsl"
 #include "matrix.wgsl"
 // @param ROWS u32                multiples of SUB_ROWS, SUB_COLUMNS and 32
@@ -62,6 +63,7 @@ var<workgroup> pool: array<vec4<u32>, max((ROWS + COLUMNS) * POOL_STRIDE, SUM_RO
 
 #if BY_BLOCK
 #let PARTS = 1 + (GROUP_SIZE == 16)  // groups of a block
+#let NIBBLES = MATRIX == subgroup and WEIGHT == q4 and SCALES == f16 and OFFSET == none and not ROW_SCALES
 
 struct Block {
   integers: Integers,
@@ -78,11 +80,25 @@ fn group_of(block: u32, part: u32) -> u32 {
 #endif
 }
 
+#if NIBBLES
+// The nibbles at the lower ends of eight bytes, less 8 and times a scale. As the last bits of an f16 they stand for
+// 1024 and them; all values are those that f32 would give.
+fn eight_nibbles(bytes: vec2<u32>, scale: vec2<f16>) -> vec4<u32> {
+  let pairs = (vec4<u32>(bytes.x, bytes.x >> 8u, bytes.y, bytes.y >> 8u) & vec4<u32>(0x000f000fu))
+    | vec4<u32>(0x64006400u);
+  return vec4<u32>(
+#for i in 0..4
+    bitcast<u32>((bitcast<vec2<f16>>(pairs[$i]) - vec2<f16>(1032.0h)) * scale),
+#endfor
+  );
+}
+#else
 fn eight(integers: vec2<u32>, scale: vec2<f32>) -> vec4<u32> {
-  return eight_halves(
+  return crossed_halves(
     INT8_UNIT * scale.x * vec4<f32>(unpack4xI8(integers.x)) + scale.y,
     INT8_UNIT * scale.x * vec4<f32>(unpack4xI8(integers.y)) + scale.y);
 }
+#endif
 #endif
 
 #if ROW_SCALES
@@ -222,18 +238,28 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
       let scale$q = widen_scale(w_next$l.scale$q, group_of(unit, $qu));
 #endif
 #endfor
+#if NIBBLES
+      // As two's complement, they are 8 less with the upper bit turned.
+      let nibbles = w_next$l.integers ^ vec4<u32>(0x88888888u);
+      pool[place] = eight_nibbles(nibbles.xy, vec2<f16>(f16(scale0.x)));
+      pool[place + 1u] = eight_nibbles(nibbles.zw, vec2<f16>(f16(scale0.x)));
+      let upper = nibbles >> vec4<u32>(4u);
+      pool[place + 2u] = eight_nibbles(upper.xy, vec2<f16>(f16(scale$(PARTS - 1).x)));
+      pool[place + 3u] = eight_nibbles(upper.zw, vec2<f16>(f16(scale$(PARTS - 1).x)));
+#else
       let low = low_int8(w_next$l.integers);
       let high = high_int8(w_next$l.integers);
       pool[place] = eight(low.xy, scale0);
       pool[place + 1u] = eight(low.zw, scale0);
       pool[place + 2u] = eight(high.xy, scale$(PARTS - 1));
       pool[place + 3u] = eight(high.zw, scale$(PARTS - 1));
+#endif
 #else
       let wide = widen_group(w_next$l, unit);
 #if ROW_SCALES
-      pool[place] = eight_halves(w_factor$l * wide[0], w_factor$l * wide[1]);
+      pool[place] = crossed_halves(w_factor$l * wide[0], w_factor$l * wide[1]);
 #else
-      pool[place] = eight_halves(wide[0], wide[1]);
+      pool[place] = crossed_halves(wide[0], wide[1]);
 #endif
 #endif
     }
