@@ -15,9 +15,9 @@ def today() -> str:
     return date.today().isoformat()
 
 
-def days_between(start: str, end: str) -> str:
-    """Days from one date to another, each as YYYY-MM-DD."""
-    return str((date.fromisoformat(end) - date.fromisoformat(start)).days)
+def days_between(start: date, end: date) -> str:
+    """Days from one date to another."""
+    return str((end - start).days)
 
 
 FUNCTIONS = {function.__name__: function for function in (today, days_between)}

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from infer.aio import AsyncStream
     from infer.engine.token_engine import EngineStats
-    from infer.kept import generate, stream
+    from infer.kept import chat, embed, generate, stream
     from infer.kernels.gpu.adapters import AdapterInfo, is_available, list_adapters
     from infer.kernels.gpu.device import Device, MemoryStats, Settings
     from infer.llm import LLM, Stream
@@ -69,6 +69,8 @@ _LAZY = {
     "ToolCall": "infer.text.tools",
     "ToolCallDelta": "infer.text.tools",
     "TopLogprob": "infer.results",
+    "chat": "infer.kept",
+    "embed": "infer.kept",
     "generate": "infer.kept",
     "is_available": "infer.kernels.gpu.adapters",
     "list_adapters": "infer.kernels.gpu.adapters",
@@ -108,6 +110,8 @@ __all__ = [
     "TopLogprob",
     "UnknownDeviceError",
     "UnsupportedError",
+    "chat",
+    "embed",
     "generate",
     "is_available",
     "list_adapters",

@@ -78,6 +78,7 @@ class Inspection:
     chat_template: bool
     tokenizer: bool
     adapter: AdapterInfo | None
+    products: str | None
     fits: bool | None
     verdict: str
 
@@ -87,6 +88,7 @@ def inspect_model(
     *,
     device: str | int | None = None,
     webgpu: str | None = None,
+    precision: str = "auto",
     context: int | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -127,7 +129,7 @@ def inspect_model(
         speculate=way,
     )
     given = device is not None or list_adapters(webgpu)
-    gpu = choose_adapter(device, webgpu) if given else None
+    gpu = choose_adapter(device, webgpu, precision) if given else None
     limits = Limits() if gpu is None else Limits.of(gpu.limits)
     count = MemoryCount(opened, plan.joined(loras.names), limits, gpu, loras, drafts)
     fits: bool | None = None
@@ -177,6 +179,7 @@ def inspect_model(
         chat_template=tokenizer is not None and tokenizer.has_chat_template,
         tokenizer=tokenizer is not None,
         adapter=gpu,
+        products=None if gpu is None else gpu.products,
         fits=fits,
         verdict=verdict,
     )

@@ -1,77 +1,225 @@
-"""generate and stream of a model by its name: the one that was loaded last is kept."""
+"""generate, chat, stream and embed of a model by its name: the one that was loaded last is kept."""
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
+from infer.calls import checked
 from infer.kernels.errors import RequestError
-from infer.keywords import LOAD_NAMES, LoadOptions, Options, check_names
-from infer.llm import LLM, Prompt, Prompts, Stream, by_prompt, check_options, samples, together
+from infer.keywords import LOAD_NAMES, EmbedOptions, LoadOptions, Options
+from infer.llm import (
+    LLM,
+    Chat,
+    Chats,
+    Params,
+    Prompt,
+    Prompts,
+    Stream,
+    as_chats,
+    by_prompt,
+    check_options,
+    listed,
+    samples,
+    together,
+)
 from infer.loading import load
 from infer.results import Result, Results
+from infer.sampling import SamplingParams
+
+_checked = partial(checked, Options.__optional_keys__, LOAD_NAMES, "load()")
 
 
 @overload
 def generate(  # type: ignore[overload-overlap]
-    model: str | Path | LLM, prompt: Prompt, *, n: Literal[1] = 1, **options: Unpack[Options]
+    model: str | Path | LLM,
+    prompt: Prompt,
+    params: SamplingParams | None = None,
+    *,
+    n: Literal[1] = 1,
+    **options: Unpack[Options],
 ) -> Result: ...
 
 
 @overload
 def generate(  # type: ignore[overload-overlap]
-    model: str | Path | LLM, prompt: Prompts, *, n: Literal[1] = 1, **options: Unpack[Options]
+    model: str | Path | LLM,
+    prompt: Prompts,
+    params: Params | None = None,
+    *,
+    n: Literal[1] = 1,
+    **options: Unpack[Options],
 ) -> list[Result]: ...
 
 
 @overload
 def generate(  # type: ignore[overload-overlap]
-    model: str | Path | LLM, prompt: Prompt, *, n: int, **options: Unpack[Options]
+    model: str | Path | LLM,
+    prompt: Prompt,
+    params: SamplingParams | None = None,
+    *,
+    n: int,
+    **options: Unpack[Options],
 ) -> list[Result]: ...
 
 
 @overload
 def generate(
-    model: str | Path | LLM, prompt: Prompts, *, n: int, **options: Unpack[Options]
+    model: str | Path | LLM,
+    prompt: Prompts,
+    params: Params | None = None,
+    *,
+    n: int,
+    **options: Unpack[Options],
 ) -> list[list[Result]]: ...
 
 
+@overload
 def generate(
-    model: str | Path | LLM, prompt: Prompt | Prompts, *, n: int = 1, **options: Unpack[Options]
+    model: str | Path | LLM,
+    *,
+    prompts: Prompts,
+    params: Params | None = None,
+    **options: Unpack[Options],
+) -> list[Result]: ...
+
+
+@_checked(renamed={"prompts": "prompt"})  # type: ignore[misc]
+def generate(
+    model: str | Path | LLM,
+    prompt: Prompt | Prompts,
+    params: Params | None = None,
+    *,
+    n: int = 1,
+    **options: Unpack[Options],
 ) -> Results:
     """The answer of a model to a prompt, or those to a list of prompts: `load` and `LLM.generate`
     in one.
 
     model: an id, a folder or an LLM. A model that is loaded here stays loaded until another one is
-    asked for, and until what uses it is done. n: as for `LLM.generate`. options: those of
-    `LLM.stream`, and of `load`: device, webgpu, context, dtype, quantize, kv_dtype, max_batch,
-    cache_memory, invariant, speculate, draft, draft_quantize, chat_template, revision, offline,
-    progress, and, where the model is not an LLM, adapter.
+    asked for, and until what uses it is done. params, n: as for `LLM.generate`. options: those of
+    `LLM.stream`, and of `load`: device, webgpu, precision, context, dtype, quantize, kv_dtype,
+    max_batch, cache_memory, invariant, speculate, draft, draft_quantize, chat_template, revision,
+    offline, progress, and, where the model is not an LLM, adapter.
     """
-    streams = (stream(model, each, **own) for each, own in samples(prompt, n, options))
+    prompt = listed(prompt)
+    asked = samples(prompt, n, {**options, "params": params})
+    streams = (stream(model, each, **own) for each, own in asked)
     return by_prompt(together(streams), prompt, n)
 
 
-def stream(model: str | Path | LLM, prompt: Prompt, **options: Unpack[Options]) -> Stream:
+@overload
+def chat(  # type: ignore[overload-overlap]
+    model: str | Path | LLM,
+    messages: Chat,
+    params: SamplingParams | None = None,
+    *,
+    n: Literal[1] = 1,
+    **options: Unpack[Options],
+) -> Result: ...
+
+
+@overload
+def chat(  # type: ignore[overload-overlap]
+    model: str | Path | LLM,
+    messages: Chats,
+    params: Params | None = None,
+    *,
+    n: Literal[1] = 1,
+    **options: Unpack[Options],
+) -> list[Result]: ...
+
+
+@overload
+def chat(  # type: ignore[overload-overlap]
+    model: str | Path | LLM,
+    messages: Chat,
+    params: SamplingParams | None = None,
+    *,
+    n: int,
+    **options: Unpack[Options],
+) -> list[Result]: ...
+
+
+@overload
+def chat(
+    model: str | Path | LLM,
+    messages: Chats,
+    params: Params | None = None,
+    *,
+    n: int,
+    **options: Unpack[Options],
+) -> list[list[Result]]: ...
+
+
+@_checked()
+def chat(
+    model: str | Path | LLM,
+    messages: Chat | Chats,
+    params: Params | None = None,
+    *,
+    n: int = 1,
+    **options: Unpack[Options],
+) -> Results:
+    """The answer of a model to chat messages, or to a message of the user given as text; or those
+    to a list of either: `load` and `LLM.chat` in one. All else is as for `generate`."""
+    return generate(model, as_chats(messages), params, n=n, **options)
+
+
+@_checked()
+def stream(
+    model: str | Path | LLM,
+    prompt: Prompt,
+    params: SamplingParams | None = None,
+    **options: Unpack[Options],
+) -> Stream:
     """The same as `generate`, piece by piece."""
     given, rest = _split(model, options)
-    check_options(**rest)
+    check_options(params, **rest)
     if isinstance(model, LLM):
-        return model.stream(prompt, **rest)
+        return model.stream(prompt, params, **rest)
     kept = _kept(model, given)
     try:
-        stream = kept.llm.stream(prompt, **rest)
+        stream = kept.llm.stream(prompt, params, **rest)
         stream._keeps = kept
         return stream
     finally:
         del kept
 
 
-def _split(model: str | Path | LLM, options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
+@checked((*LoadOptions.__optional_keys__, "adapter"), Options.__optional_keys__, "generate()")
+def embed(
+    model: str | Path | LLM,
+    texts: Prompt | Prompts,
+    *,
+    pooling: Literal["mean", "last"] | None = None,
+    normalize: bool | None = None,
+    **options: Unpack[EmbedOptions],
+) -> NDArray[np.float32]:
+    """The embedding of a text by a model, or of each of a list of texts: `load` and `LLM.embed` in
+    one. model, options: as for `generate`."""
+    given, rest = _split(model, options)
+    rest |= {"pooling": pooling, "normalize": normalize}
+    if isinstance(model, LLM):
+        return model.embed(texts, **rest)
+    kept = _kept(model, given)
+    try:
+        return kept.llm.embed(texts, **rest)
+    finally:
+        del kept
+
+
+def _split(
+    model: str | Path | LLM, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Those of `load`, and those of `LLM.stream`."""
-    check_names(options, Options.__optional_keys__, LOAD_NAMES, "load()")
     names = set(LoadOptions.__optional_keys__)
     if not isinstance(model, LLM):
         names.add("adapter")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
+import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, islice
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.calls import checked, warn
 from infer.embedding import POOLINGS, EmbeddingConfig
 from infer.engine.constraint import Constraint, Constraints
 from infer.engine.engine import Engine
@@ -25,14 +27,13 @@ from infer.foreign import shown
 from infer.kernels.errors import (
     ClosedError,
     InferError,
-    InferWarning,
     RequestError,
     UnsupportedError,
 )
 from infer.kernels.gpu.adapters import AdapterInfo, check_process, is_forked
 from infer.kernels.gpu.device import Device
-from infer.kernels.state.step import MAX_LOGPROBS
-from infer.keywords import LOAD_NAMES, AnswerOptions, check_names
+from infer.kernels.state.step import MAX_LOGPROBS, MAX_STOP_IDS
+from infer.keywords import LOAD_NAMES, AnswerOptions
 from infer.reading import Reading
 from infer.results import Chunk, Result, Results, Score, TokenLogprob, TopLogprob
 from infer.sampling import LogitsProcessor, Logprobs, SamplingOptions, SamplingParams, logprobs
@@ -56,7 +57,12 @@ Chat = str | Sequence[Message]
 Prompt = Chat | Sequence[int]
 # Lists of them. To type checkers a text is a list of texts too; here it is one.
 Chats = Sequence[str] | Sequence[Sequence[Message]]
-Prompts = Chats | Sequence[Sequence[int]]
+Prompts = Chats | Sequence[Sequence[int]] | Iterable[str] | Iterable[Sequence[int]]
+# Of a call, or of each of its prompts.
+Params = SamplingParams | Sequence[SamplingParams]
+
+
+_checked = partial(checked, AnswerOptions.__optional_keys__, LOAD_NAMES, "load()")
 
 
 class _Lazy:
@@ -172,6 +178,7 @@ class LLM:
     together; the others wait. Several LLMs, on one device or several, can live side by side.
     """
 
+    @checked(hint='load() makes an LLM: llm = infer.load("demo").')
     def __init__(
         self,
         name: str,
@@ -188,8 +195,7 @@ class LLM:
         self._open_streams: dict[int, weakref.ref[Stream]] = {}  # which end when this does
         self._inside: set[int] = set()  # threads that are in the middle of a call
         self._closing = False
-        self._first = threading.Lock()
-        self._constraints: Constraints | None = None  # made for the first answer that needs them
+        self._constraints = Constraints(tokenizer, engine.vocab_size)
 
     @property
     def engine(self) -> Engine:
@@ -251,81 +257,141 @@ class LLM:
 
     @overload
     def generate(  # type: ignore[overload-overlap]
-        self, prompt: Prompt, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        n: Literal[1] = 1,
+        **options: Unpack[AnswerOptions],
     ) -> Result: ...
 
     @overload
     def generate(  # type: ignore[overload-overlap]
-        self, prompt: Prompts, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+        self,
+        prompt: Prompts,
+        params: Params | None = None,
+        *,
+        n: Literal[1] = 1,
+        **options: Unpack[AnswerOptions],
     ) -> list[Result]: ...
 
     @overload
     def generate(  # type: ignore[overload-overlap]
-        self, prompt: Prompt, *, n: int, **options: Unpack[AnswerOptions]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        n: int,
+        **options: Unpack[AnswerOptions],
     ) -> list[Result]: ...
 
     @overload
     def generate(
-        self, prompt: Prompts, *, n: int, **options: Unpack[AnswerOptions]
+        self,
+        prompt: Prompts,
+        params: Params | None = None,
+        *,
+        n: int,
+        **options: Unpack[AnswerOptions],
     ) -> list[list[Result]]: ...
 
+    @overload
     def generate(
-        self, prompt: Prompt | Prompts, *, n: int = 1, **options: Unpack[AnswerOptions]
+        self, *, prompts: Prompts, params: Params | None = None, **options: Unpack[AnswerOptions]
+    ) -> list[Result]: ...
+
+    @_checked(renamed={"prompts": "prompt"})  # type: ignore[misc]
+    def generate(
+        self,
+        prompt: Prompt | Prompts,
+        params: Params | None = None,
+        *,
+        n: int = 1,
+        **options: Unpack[AnswerOptions],
     ) -> Results:
         """The whole answer to a prompt; or the answers to a list of prompts, in their order, which
         are generated together.
 
         prompt: text to continue, token ids, or chat messages ({"role", "content"}), which go
-            through the model's chat template.
+            through the model's chat template. Several may be a list, an array, a generator or a
+            column of a table, under the name prompts, too.
+        params: the sampling parameters of all answers, or a list of them, one for each prompt.
         n: samples of each prompt, which is computed once; with more than one, each prompt has a
             list of results. If there is a seed, sample i has seed + i, so that the first is that of
             n=1. Without a temperature all samples are the same.
         options: as for `stream`.
         """
-        streams = (self.stream(each, **own) for each, own in samples(prompt, n, options))
+        prompt = listed(prompt)
+        asked = samples(prompt, n, {**options, "params": params})
+        streams = (self.stream(each, **own) for each, own in asked)
         return by_prompt(together(streams), prompt, n)
 
     @overload
     def chat(  # type: ignore[overload-overlap]
-        self, messages: Chat, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+        self,
+        messages: Chat,
+        params: SamplingParams | None = None,
+        *,
+        n: Literal[1] = 1,
+        **options: Unpack[AnswerOptions],
     ) -> Result: ...
 
     @overload
     def chat(  # type: ignore[overload-overlap]
-        self, messages: Chats, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+        self,
+        messages: Chats,
+        params: Params | None = None,
+        *,
+        n: Literal[1] = 1,
+        **options: Unpack[AnswerOptions],
     ) -> list[Result]: ...
 
     @overload
     def chat(  # type: ignore[overload-overlap]
-        self, messages: Chat, *, n: int, **options: Unpack[AnswerOptions]
+        self,
+        messages: Chat,
+        params: SamplingParams | None = None,
+        *,
+        n: int,
+        **options: Unpack[AnswerOptions],
     ) -> list[Result]: ...
 
     @overload
     def chat(
-        self, messages: Chats, *, n: int, **options: Unpack[AnswerOptions]
+        self,
+        messages: Chats,
+        params: Params | None = None,
+        *,
+        n: int,
+        **options: Unpack[AnswerOptions],
     ) -> list[list[Result]]: ...
 
+    @_checked()
     def chat(
-        self, messages: Chat | Chats, *, n: int = 1, **options: Unpack[AnswerOptions]
+        self,
+        messages: Chat | Chats,
+        params: Params | None = None,
+        *,
+        n: int = 1,
+        **options: Unpack[AnswerOptions],
     ) -> Results:
         """The answer to chat messages, or to one user message given as text; or the answers to a
-        list of either, generated together. n, options: as for `generate`."""
-        if isinstance(messages, Sequence) and are_several(messages):
-            prompts = [_messages(cast(Chat, each)) for each in messages]
-            return self.generate(prompts, n=n, **options)
-        return self.generate(_messages(cast(Chat, messages)), n=n, **options)
+        list of either, generated together. params, n, options: as for `generate`."""
+        return self.generate(as_chats(messages), params, n=n, **options)
 
+    @_checked()
     def stream(
         self,
         prompt: Prompt,
-        *,
         params: SamplingParams | None = None,
+        *,
         logits_processor: LogitsProcessor | None = None,
         template_args: Mapping[str, Any] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        timeout: float | None = None,
         tools: Sequence[Tool] | None = None,
         tool_choice: ToolChoice = "auto",
         parallel_tool_calls: bool = True,
@@ -345,23 +411,28 @@ class LLM:
         adapter: the name of one of `adapters`.
         cache_salt: a text. What the cache keeps of prompt and answer is reused only by calls with
             the same one, so that nobody else can tell by the time taken what was asked.
+        timeout: seconds from its beginning, those in which it waits for others included, after
+            which the answer ends with what there is, and the finish reason "timeout". It is looked
+            at between steps.
         tools: functions that the answer may call, in OpenAI's form, or Python functions, described
-            by their signatures and docstrings.
-        tool_choice: "none", "auto", "required", or one function, as {"type": "function",
-            "function": {"name"}}.
+            by their signatures and docstrings; `ToolCall.parsed` has arguments as the types that
+            these take.
+        tool_choice: "none", "auto", "required", or the name of the only one that may be called,
+            also as {"type": "function", "function": {"name"}}.
         parallel_tool_calls: whether there may be several calls.
 
         In answers to messages, reasoning and calls are told apart from the text. In answers to
         token ids, only if tools are given, perhaps an empty list.
 
         Raises RequestError at once for a prompt or a value that cannot be served. Warns with an
-        InferWarning of what the chat template leaves out of the prompt.
+        InferWarning of what the chat template leaves out of the prompt, and of arguments that it
+        does not read.
         """
         self._check_open()
-        check_names(sampling, AnswerOptions.__optional_keys__, LOAD_NAMES, "load()")
         self._engine.check_adapter(adapter)
         _check_processor(logits_processor)
         _check_salt(cache_salt)
+        _check_timeout(timeout)
         params = _params(params, sampling)
         _check_template_args(template_args)
         template_args = dict(template_args or {})
@@ -378,28 +449,81 @@ class LLM:
             template_args["tools"] = checked.offered
         elif checked.offered is not None and isinstance(prompt, str):
             raise RequestError("tools belong to chat messages, and the prompt is a text.")
-        ids = self.encode(prompt, **template_args)
+        ids = [*chain.from_iterable(self.encode_pieces(prompt, template_args))]
         self._engine.check_prompt(ids)
         if is_chat:
             for text in self.tokenizer.left_out(cast(Sequence[Message], prompt), **template_args):
-                warnings.warn(text, InferWarning, stacklevel=2)
+                warn(text)
+        elif template_args:
+            warn(
+                f"{' and '.join(template_args)} belong to chat messages, and change nothing for "
+                "another prompt."
+            )
         reading = None
         if is_chat or (tools is not None and not isinstance(prompt, str)):
             reading = Reading.of(self.tokenizer, checked, ids, template_args.get("template"))
-        params = params.resolved(self.defaults, len(ids))
-        params.check_bias(self._engine.vocab_size)
+        params = self._by_ids(params.resolved(self.defaults, len(ids)))
+        stop_ids = self._stop_ids(params)
         params, constraint = self._held(params, reading)
-        begin = partial(
+        generate = partial(
             self._engine.generate,
             ids,
             params,
-            stop_ids=[] if params.ignore_eos else sorted(self.tokenizer.eos_token_ids),
+            stop_ids=stop_ids,
             logits_processor=logits_processor,
             constraint=constraint,
             adapter=adapter,
             cache_salt=cache_salt,
         )
+
+        def begin() -> TokenAnswer:
+            answer = generate()
+            if timeout is not None:
+                answer.deadline = time.monotonic() + timeout
+            return answer
+
         return Stream(self, begin, params, ids, reading)
+
+    def _by_ids(self, params: SamplingParams) -> SamplingParams:
+        """With bad words as token ids, of which single ones are biases. Raises RequestError for
+        ids that are not in the vocabulary, and where no token is left to choose."""
+        words: dict[Sequence[int], None] = {}
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                words[tuple(word)] = None
+                continue
+            for text in (word.lstrip(), f" {word.lstrip()}"):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                words |= {tuple(ids): None} if ids else {}
+        bias = dict(params.logit_bias or {})
+        bias |= {word[0]: -math.inf for word in words if len(word) == 1}
+        several = [word for word in words if len(word) > 1]
+        if words:
+            params = replace(params, bad_words=several, logit_bias=bias)
+        params.check_tokens(self._engine.vocab_size)
+        if params.allowed_token_ids is not None and params.constrained:
+            raise RequestError(
+                "allowed_token_ids leave no room for an answer by a schema, a regex, choices or a "
+                "grammar: give one of them."
+            )
+        return params
+
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        """The tokens that end an answer. Raises RequestError if they are too many, or if no other
+        may come where they may not."""
+        ends = () if params.ignore_eos else self.tokenizer.eos_token_ids
+        stop_ids = sorted({*ends, *params.stop_token_ids})
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"stop_token_ids must be at most {MAX_STOP_IDS - len(ends)} token ids, not "
+                f"{len(params.stop_token_ids)}."
+            )
+        allowed = params.allowed_token_ids
+        if params.min_tokens and allowed is not None and {*allowed} <= {*stop_ids}:
+            raise RequestError(
+                "min_tokens asks for tokens that end nothing, and allowed_token_ids have none."
+            )
+        return stop_ids
 
     def _held(
         self, params: SamplingParams, reading: Reading | None
@@ -419,26 +543,57 @@ class LLM:
 
     @overload
     async def agenerate(  # type: ignore[overload-overlap]
-        self, prompt: Prompt, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        n: Literal[1] = 1,
+        **options: Unpack[AnswerOptions],
     ) -> Result: ...
 
     @overload
     async def agenerate(  # type: ignore[overload-overlap]
-        self, prompt: Prompts, *, n: Literal[1] = 1, **options: Unpack[AnswerOptions]
+        self,
+        prompt: Prompts,
+        params: Params | None = None,
+        *,
+        n: Literal[1] = 1,
+        **options: Unpack[AnswerOptions],
     ) -> list[Result]: ...
 
     @overload
     async def agenerate(  # type: ignore[overload-overlap]
-        self, prompt: Prompt, *, n: int, **options: Unpack[AnswerOptions]
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        n: int,
+        **options: Unpack[AnswerOptions],
     ) -> list[Result]: ...
 
     @overload
     async def agenerate(
-        self, prompt: Prompts, *, n: int, **options: Unpack[AnswerOptions]
+        self,
+        prompt: Prompts,
+        params: Params | None = None,
+        *,
+        n: int,
+        **options: Unpack[AnswerOptions],
     ) -> list[list[Result]]: ...
 
+    @overload
     async def agenerate(
-        self, prompt: Prompt | Prompts, *, n: int = 1, **options: Unpack[AnswerOptions]
+        self, *, prompts: Prompts, params: Params | None = None, **options: Unpack[AnswerOptions]
+    ) -> list[Result]: ...
+
+    @_checked(renamed={"prompts": "prompt"})  # type: ignore[misc]
+    async def agenerate(
+        self,
+        prompt: Prompt | Prompts,
+        params: Params | None = None,
+        *,
+        n: int = 1,
+        **options: Unpack[AnswerOptions],
     ) -> Results:
         """`generate` for event loops, which it never blocks. Answers that tasks wait for are
         generated together. Cancelling a task ends its answers."""
@@ -446,29 +601,80 @@ class LLM:
 
         from infer.aio import AsyncStream, together
 
+        prompts = listed(prompt)
+        asked = samples(prompts, n, {**options, "params": params})
+
         def opened() -> list[Stream]:  # which takes longer the longer the prompts are
-            return [self.stream(each, **own) for each, own in samples(prompt, n, options)]
+            return [self.stream(each, **own) for each, own in asked]
 
         streams = await asyncio.to_thread(opened)
         results = await together([AsyncStream(self._runner, each, True) for each in streams])
-        return by_prompt(results, prompt, n)
+        return by_prompt(results, prompts, n)
 
+    @overload
+    async def achat(  # type: ignore[overload-overlap]
+        self,
+        messages: Chat,
+        params: SamplingParams | None = None,
+        *,
+        n: Literal[1] = 1,
+        **options: Unpack[AnswerOptions],
+    ) -> Result: ...
+
+    @overload
+    async def achat(  # type: ignore[overload-overlap]
+        self,
+        messages: Chats,
+        params: Params | None = None,
+        *,
+        n: Literal[1] = 1,
+        **options: Unpack[AnswerOptions],
+    ) -> list[Result]: ...
+
+    @overload
+    async def achat(  # type: ignore[overload-overlap]
+        self,
+        messages: Chat,
+        params: SamplingParams | None = None,
+        *,
+        n: int,
+        **options: Unpack[AnswerOptions],
+    ) -> list[Result]: ...
+
+    @overload
+    async def achat(
+        self,
+        messages: Chats,
+        params: Params | None = None,
+        *,
+        n: int,
+        **options: Unpack[AnswerOptions],
+    ) -> list[list[Result]]: ...
+
+    @_checked()
+    async def achat(
+        self,
+        messages: Chat | Chats,
+        params: Params | None = None,
+        *,
+        n: int = 1,
+        **options: Unpack[AnswerOptions],
+    ) -> Results:
+        """`chat` for event loops, as `agenerate` is `generate`."""
+        return await self.agenerate(as_chats(messages), params, n=n, **options)
+
+    @_checked()
     def astream(
-        self, prompt: Prompt, **options: Unpack[AnswerOptions]
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[AnswerOptions]
     ) -> AsyncStream[Chunk, Result]:
         """`stream` for event loops: `async for chunk in llm.astream(prompt)`. It raises
         RequestError at once, too."""
         from infer.aio import AsyncStream
 
-        return AsyncStream(self._runner, self.stream(prompt, **options), False)
+        return AsyncStream(self._runner, self.stream(prompt, params, **options), False)
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
         """The constraint that the parameters ask for. Raises RequestError if there can be none."""
-        if not params.constrained:
-            return None
-        with self._first:  # of many that come at once
-            if self._constraints is None:
-                self._constraints = Constraints(self.tokenizer, self._engine.vocab_size)
         return self._constraints.of(params)
 
     @cached_property
@@ -477,9 +683,42 @@ class LLM:
 
         return Runner(self._engine, self._call)
 
+    @checked()
+    async def aembed(
+        self,
+        texts: Prompt | Prompts,
+        *,
+        pooling: Literal["mean", "last"] | None = None,
+        normalize: bool | None = None,
+        adapter: str | None = None,
+    ) -> NDArray[np.float32]:
+        """`embed` for event loops, which it never blocks. It is computed to its end, whether a task
+        waits for it or was cancelled."""
+        import asyncio
+
+        embed = partial(self.embed, pooling=pooling, normalize=normalize, adapter=adapter)
+        return await asyncio.to_thread(embed, texts)
+
+    @checked()
+    async def ascore(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        adapter: str | None = None,
+    ) -> list[Score]:
+        """`score` for event loops, as `aembed` is `embed`."""
+        import asyncio
+
+        return await asyncio.to_thread(self.score, prompt, continuations, adapter=adapter)
+
+    @checked()
     def encode(self, prompt: Prompt, /, **template_args: Any) -> list[int]:
         """The token ids of a prompt, as `generate` takes it. template_args: of a chat, as for
-        `Tokenizer.encode_chat`: add_generation_prompt, continue_final_message, tools, …"""
+        `Tokenizer.encode_chat`: add_generation_prompt, continue_final_message, …; and tools, as for
+        `stream`."""
+        if "tools" in template_args:
+            template_args["tools"] = check_tools(template_args["tools"]).offered
         return [*chain.from_iterable(self.encode_pieces(prompt, template_args))]
 
     def encode_pieces(
@@ -511,6 +750,7 @@ class LLM:
                 return
         raise RequestError("A prompt is text, a list of token ids, or a list of chat messages.")
 
+    @checked()
     def decode(self, ids: int | Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, or of one id. Bytes that are not UTF-8 become U+FFFD. Raises
         RequestError for ids that the model does not have."""
@@ -522,6 +762,7 @@ class LLM:
                 )
         return self.tokenizer.decode(list(map(int, listed)), skip_special_tokens)
 
+    @checked()
     def embed(
         self,
         texts: Prompt | Prompts,
@@ -553,10 +794,7 @@ class LLM:
         own = self._embedding
         if pooling is None and own.refused:
             raise UnsupportedError(f"{own.refused} Give embed() a pooling to do without.")
-        several = are_several(texts) or (isinstance(texts, list | tuple) and not texts)
-        prompts = [
-            self.encode(each) for each in cast(Sequence[Prompt], texts if several else [texts])
-        ]
+        prompts, several = self._encoded(texts)
         with self._call():
             pooled = list(self._engine.embed(prompts, pooling or own.pooling, adapter))
         vectors = np.array(pooled).reshape(len(pooled), self.config.hidden_size)
@@ -565,14 +803,42 @@ class LLM:
         embeddings = vectors.astype(np.float32)
         return embeddings if several else embeddings[0]
 
-    def logits(self, prompt: Prompt, *, adapter: str | None = None) -> NDArray[np.float32]:
-        """The logits after every token of a prompt, [tokens, vocab_size]: for scoring."""
+    @overload
+    def logits(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, *, adapter: str | None = None
+    ) -> NDArray[np.float32]: ...
+
+    @overload
+    def logits(
+        self, prompt: Prompts, *, adapter: str | None = None
+    ) -> list[NDArray[np.float32]]: ...
+
+    @checked()
+    def logits(
+        self, prompt: Prompt | Prompts, *, adapter: str | None = None
+    ) -> NDArray[np.float32] | list[NDArray[np.float32]]:
+        """The logits after every token of a prompt, [tokens, vocab_size]: for scoring; or a list of
+        those of each of a list of prompts."""
         self._check_open()
         self._engine.check_adapter(adapter)
-        ids = self.encode(prompt)
-        with self._call():
-            return np.concatenate(list(self._engine.logits(ids, adapter)))
 
+        encoded, several = self._encoded(prompt)
+        with self._call():
+            found = [np.concatenate([*self._engine.logits(ids, adapter)]) for ids in encoded]
+        return found if several else found[0]
+
+    def _encoded(self, prompt: Prompt | Prompts) -> tuple[list[list[int]], bool]:
+        """The ids of a prompt, or of each of several, and whether there are several. Raises
+        RequestError for one that does not fit."""
+        prompt = listed(prompt)
+        several = are_several(prompt)
+        each = cast(Sequence[Prompt], prompt if several else [prompt])
+        encoded = [*map(self.encode, each)]
+        for ids in encoded:
+            self._engine.check_prompt(ids, room=0)
+        return encoded, several
+
+    @checked()
     def score(
         self,
         prompt: Prompt,
@@ -599,24 +865,44 @@ class LLM:
         with self._call():
             return [self._score(ids, begin, adapter) for ids, begin in pairs]
 
-    def prompt_logprobs(
+    @overload
+    def prompt_logprobs(  # type: ignore[overload-overlap]
         self, prompt: Prompt, n: int = 0, *, adapter: str | None = None
-    ) -> list[TokenLogprob]:
+    ) -> list[TokenLogprob]: ...
+
+    @overload
+    def prompt_logprobs(
+        self, prompt: Prompts, n: int = 0, *, adapter: str | None = None
+    ) -> list[list[TokenLogprob]]: ...
+
+    @checked()
+    def prompt_logprobs(
+        self, prompt: Prompt | Prompts, n: int = 0, *, adapter: str | None = None
+    ) -> list[TokenLogprob] | list[list[TokenLogprob]]:
         """The log probability of each token of a prompt but the first, given those before it, and
-        of the n most probable tokens in its place. The text in which they start has special tokens
-        by their names."""
+        of the n most probable tokens in its place; or a list of those of each of a list of prompts.
+        The text in which they start has special tokens by their names."""
         self._check_open()
         self._engine.check_adapter(adapter)
-        ids = self.encode(prompt)
-        self._engine.check_prompt(ids, room=0)
+        if type(n) is not int or not 0 <= n <= self._engine.vocab_size:
+            raise RequestError(
+                f"n must be an integer from 0 to {self._engine.vocab_size}, not {shown(n)}."
+            )
+        encoded, several = self._encoded(prompt)
+        with self._call():
+            found = [self._prompt_logprobs(ids, n, adapter) for ids in encoded]
+        return found if several else found[0]
+
+    def _prompt_logprobs(
+        self, ids: Sequence[int], n: int, adapter: str | None
+    ) -> list[TokenLogprob]:
         special = frozenset(self.tokenizer.special_names.values())
         detokenizer = StreamingDetokenizer(self.tokenizer, [], special)
         starts = []
         for i in ids:
             starts.append(detokenizer.length)
             detokenizer.add(i)
-        with self._call():
-            return [*map(self._logprob, ids[1:], self._ranked(ids, n, adapter), starts[1:])]
+        return [*map(self._logprob, ids[1:], self._ranked(ids, n, adapter), starts[1:])]
 
     def _ranked(self, ids: Sequence[int], n: int, adapter: str | None) -> Iterator[Logprobs]:
         """The log probabilities of all tokens but the first."""
@@ -679,18 +965,24 @@ class LLM:
         parser = None if reading is None else reading.parser()
         keep = None if reading is None else reading.keep
         detokenizer = StreamingDetokenizer(self.tokenizer, ids, keep)
-        stop = StopStrings(params.stop)
+        stop = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        shown_ends = params.stop_token_ids if params.include_stop_str_in_output else ()
+        functions = None if reading is None else reading.tools.python
+
+        def settled(text: str) -> str:
+            """What of a text may be shown: the stop strings may end it from min_tokens on."""
+            return stop.add(text, may_end=len(result.token_ids) > params.min_tokens)
 
         def chunk(text: str, token: int | None, logprob: TokenLogprob | None = None) -> Chunk:
             thinking = parser is not None and parser.is_thinking
             pieces = Pieces(text) if parser is None else parser.add(text)
             if parser is not None and token is None:
-                pieces += parser.finish(cut=result.finish_reason == "length")
+                pieces += parser.finish(cut=result.finish_reason in ("length", "timeout"))
             thinking |= parser is not None and parser.is_thinking
             result.text += pieces.text
             result.reasoning += pieces.reasoning
             result.reasoning_tokens += thinking and token is not None
-            add_deltas(result.tool_calls, pieces.tool_calls)
+            add_deltas(result.tool_calls, pieces.tool_calls, functions)
             if parser is not None and parser.unfinished is not None:
                 del result.tool_calls[parser.unfinished :]
             return Chunk(pieces.text, token, logprob, pieces.reasoning, tuple(pieces.tool_calls))
@@ -700,7 +992,8 @@ class LLM:
         result.timings = answer.timings
         try:
             for step in answer:
-                if step.token in answer.stop_ids:
+                ends = step.token in answer.stop_ids
+                if ends and step.token not in shown_ends:
                     result.finish_reason = "stop"
                     break
                 logprob = None
@@ -710,8 +1003,8 @@ class LLM:
                     assert result.logprobs is not None
                     result.logprobs.append(logprob)
                 result.token_ids.append(step.token)
-                piece = chunk(stop.add(detokenizer.add(step.token)), step.token, logprob)
-                if stop.hit is not None or (parser is not None and parser.is_done):
+                piece = chunk(settled(detokenizer.add(step.token)), step.token, logprob)
+                if ends or stop.hit is not None or (parser is not None and parser.is_done):
                     result.finish_reason = "stop"
                     yield piece
                     break
@@ -719,10 +1012,10 @@ class LLM:
             else:
                 if answer.cancelled:
                     return
-                result.finish_reason = "length"
+                result.finish_reason = "timeout" if answer.timed_out else "length"
             text = ""
             if stop.hit is None:
-                text = stop.add(detokenizer.finish())
+                text = settled(detokenizer.finish())
                 text += stop.finish()
                 if stop.hit is not None:
                     result.finish_reason = "stop"
@@ -800,27 +1093,54 @@ class LLM:
             raise ClosedError("This LLM has been closed. Load the model again.")
 
 
+def listed(prompt: Any) -> Any:
+    """A prompt or several, as a list if they are an array, a column of a table, a generator or
+    anything else that is gone through; as they are if not."""
+    if isinstance(prompt, str | bytes | bytearray | memoryview | Mapping | list | tuple):
+        return prompt
+    if callable(tolist := getattr(prompt, "tolist", None)):  # of numpy, torch, pandas and others
+        items = tolist()
+        return items if isinstance(items, list) else prompt
+    return list(prompt) if isinstance(prompt, Iterable) else prompt
+
+
 def are_several(prompt: Any) -> bool:
-    """Whether it is a list of prompts, that is of texts or of lists."""
-    if not isinstance(prompt, list | tuple) or not prompt:
+    """Whether it is a list of prompts, that is of texts or of lists, or an empty one."""
+    if not isinstance(prompt, list | tuple):
         return False
     return all(isinstance(each, str | list | tuple | np.ndarray) for each in prompt)
+
+
+def as_chats(messages: Chat | Chats) -> Any:
+    """Chat messages, or a list of those of each chat, where a text is a message of the user."""
+    given = listed(messages)
+    return [*map(_messages, given)] if are_several(given) else _messages(given)
 
 
 def samples(
     prompt: Prompt | Prompts, n: int, options: Mapping[str, Any]
 ) -> Iterator[tuple[Prompt, dict[str, Any]]]:
     """Each prompt n times in a row, with the options of each sample, which has a seed of its own.
-    Raises RequestError if n is no number of samples."""
+    Raises RequestError if n is no number of samples, or if params are a list of another length."""
     if type(n) is not int or n < 1:
         raise RequestError(f"n must be a positive integer, not {shown(n)}.")
-    params, seed = options.get("params"), options.get("seed")
-    for each in cast(Sequence[Prompt], prompt if are_several(prompt) else [prompt]):
-        yield each, dict(options)  # whose values nobody has checked yet
+    seed, params = options.get("seed"), options.get("params")
+    several = are_several(prompt)
+    prompts = cast(Sequence[Prompt], prompt if several else [prompt])
+    if not isinstance(params, list | tuple):
+        params = [params] * len(prompts)
+    elif not several or len(params) != len(prompts):
+        count = f"{len(prompts)} prompts were" if several else "one prompt was"
+        raise RequestError(
+            f"params is a list of {len(params)}, and {count} given: give one for each of a list of "
+            "prompts, or one for all."
+        )
+    for each, one in zip(prompts, params, strict=True):
+        yield each, {**options, "params": one}  # whose values nobody has checked yet
         for i in range(1, n):
-            own: dict[str, Any] = {}
-            if params is not None and params.seed is not None:
-                own["params"] = replace(params, seed=(params.seed + i) % 2**64)
+            own: dict[str, Any] = {"params": one}
+            if isinstance(one, SamplingParams) and one.seed is not None:
+                own["params"] = replace(one, seed=(one.seed + i) % 2**64)
             elif seed is not None:
                 own["seed"] = (seed + i) % 2**64
             yield each, {**options, **own}
@@ -879,6 +1199,12 @@ def _check_salt(cache_salt: object) -> None:
         raise RequestError(f"cache_salt must be a text, not {shown(cache_salt)}.")
 
 
+def _check_timeout(timeout: object) -> None:
+    is_number = isinstance(timeout, Real) and not isinstance(timeout, bool | np.bool_)
+    if not (timeout is None or (is_number and 0 < float(timeout) < math.inf)):  # type: ignore[arg-type]
+        raise RequestError(f"timeout must be a positive number of seconds, not {shown(timeout)}.")
+
+
 def _check_template_args(template_args: object) -> None:
     if template_args is not None and not (
         isinstance(template_args, Mapping) and all(isinstance(name, str) for name in template_args)
@@ -897,6 +1223,7 @@ def check_options(
     continue_final_message: bool | None = None,
     adapter: str | None = None,
     cache_salt: str | None = None,
+    timeout: float | None = None,
     tools: Sequence[Tool] | None = None,
     tool_choice: ToolChoice = "auto",
     parallel_tool_calls: bool = True,
@@ -907,5 +1234,6 @@ def check_options(
     check_tools(tools, tool_choice, parallel_tool_calls)
     _check_processor(logits_processor)
     _check_salt(cache_salt)
+    _check_timeout(timeout)
     _check_template_args(template_args)
     _params(params, sampling)

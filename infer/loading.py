@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -11,8 +10,9 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Never
+from typing import Any
 
+from infer.calls import check_names, checked, warn
 from infer.embedding import EmbeddingConfig, read_embedding_config
 from infer.engine.engine import Engine
 from infer.engine.isolated import WorkerEngine
@@ -20,12 +20,12 @@ from infer.engine.options import EngineOptions
 from infer.foreign import shown
 from infer.generation_config import notes, sampling_defaults
 from infer.hub import ResolvedModel, resolve, resolve_adapter
-from infer.kernels.errors import InferWarning, RequestError, UnsupportedError
-from infer.kernels.gpu.adapters import choose_adapter
+from infer.kernels.errors import RequestError, UnsupportedError
+from infer.kernels.gpu.adapters import check_precision, choose_adapter
 from infer.kernels.gpu.device import Device, Settings, enough_threads
 from infer.kernels.gpu.tensor import QUANTIZED, GpuTensor
 from infer.kernels.state.kv_cache import KV_DTYPES
-from infer.keywords import LOAD_NAMES, AnswerOptions, Progress, check_names
+from infer.keywords import LOAD_NAMES, AnswerOptions, Progress
 from infer.llm import LLM
 from infer.memory import (
     DEFAULT_CONTEXT,
@@ -41,7 +41,7 @@ from infer.models.loading.checkpoint import Checkpoint
 from infer.models.loading.load import load_weights
 from infer.models.loading.lora import Lora, Loras
 from infer.models.loading.plan import LoadPlan, plan_weights
-from infer.progress import ProgressLine
+from infer.progress import ProgressLine, parse_size
 from infer.text.chat import own_template
 from infer.text.folder_tokenizer import open_tokenizer, read_json
 from infer.text.tokenizer import Tokenizer
@@ -49,17 +49,19 @@ from infer.text.tokenizer import Tokenizer
 DTYPES = ("f32", "f16", "bf16")
 
 
+@checked((), (*AnswerOptions.__optional_keys__, "params", "n"), "generate()")
 def load(
     model: str | Path,
     *,
     device: str | int | None = None,
     webgpu: str | None = None,
+    precision: str = "auto",
     context: int | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
     kv_dtype: str = "f16",
     max_batch: int | None = None,
-    cache_memory: int | None = None,
+    cache_memory: int | str | None = None,
     invariant: bool = False,
     speculate: str | None = None,
     draft: str | Path | None = None,
@@ -73,7 +75,6 @@ def load(
     progress: bool | Progress | None = None,
     settings: Settings | None = None,
     engine: Mapping[str, Any] | None = None,
-    **unknown: Never,
 ) -> LLM:
     """Load a model onto a GPU.
 
@@ -82,6 +83,9 @@ def load(
     device: the index of an adapter, or part of its name. None: INFER_DEVICE, or the best one.
     webgpu: the library that runs the kernels, "wgpu-native" or "dawn". None: INFER_WEBGPU, or
         wgpu-native.
+    precision: "auto" multiplies many rows, as of a prompt, in f16 with sums in f32, where the
+        library and the GPU have matrices for that (tensor cores); "f32" never does, which is
+        slower.
     context: the most positions of a prompt and its answer. None: the model's own, but at most 8192,
         or less if that does not fit.
     dtype: convert the matrices to "f32", "f16" or "bf16". None: keep them as they are.
@@ -89,8 +93,9 @@ def load(
     kv_dtype: of keys and values: "f16", "f32" or "q8" (8 bits, and a scale for 32 values).
     max_batch: the most answers generated at once, up to 64; others wait. None: 8, or 4 on a
         software adapter, or 1 if no more fit.
-    cache_memory: bytes for the keys and values of all answers, enough for one context. None: one
-        context, and 1,024 positions for each further answer.
+    cache_memory: bytes for the keys and values of all answers, enough for one context, as a number
+        or as a text such as "1GiB" or "500MB". None: one context, and 1,024 positions for each
+        further answer.
     invariant: on one device an answer is the same to the last bit, alone or among others, whoever
         comes and goes, and whatever the cache holds. Slower, prefill above all.
     speculate: draft tokens and verify several in one step; only the speed changes. "lookup" drafts
@@ -120,7 +125,6 @@ def load(
     InferWarning of what generation_config.json asks for and is not implemented, and where the files
     of a model contradict each other.
     """
-    check_names(unknown, LOAD_NAMES, AnswerOptions.__optional_keys__, "generate()")
     if not (engine is None or isinstance(engine, Mapping)) or not all(
         isinstance(name, str) for name in engine or ()
     ):
@@ -132,6 +136,7 @@ def load(
     converted = weight_dtype(dtype, quantize)
     check_draft_quantize(draft_quantize, draft)
     _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
+    check_precision(precision)
     template = None if chat_template is None else own_template(chat_template)
     with ProgressLine(False if callable(progress) else progress) as line:
         report = progress if callable(progress) else line.loading
@@ -144,6 +149,7 @@ def load(
             asked: dict[str, Any] = {
                 "device": device,
                 "webgpu": webgpu,
+                "precision": precision,
                 "context": context,
                 "dtype": dtype,
                 "quantize": quantize,
@@ -164,7 +170,7 @@ def load(
             asked["adapters"] = paths or None
             return _isolated(resolved, asked, template, report)
         always, named = open_adapters(adapter, adapters, offline, fetched)
-        gpu = choose_adapter(device, webgpu)
+        gpu = choose_adapter(device, webgpu, precision)
         way = way_to_speculate(speculate, draft)
         drafts = way if draft is None else "draft"
         files = _Files.open(resolved, converted, always, named, drafts, template)
@@ -217,6 +223,7 @@ def check_options(
     speculate: str | None,
     draft: str | Path | None,
     draft_quantize: str | None,
+    precision: str,
     **_: Any,
 ) -> None:
     """Check options of `load` as far as that needs no model, for programs that load one later.
@@ -224,6 +231,7 @@ def check_options(
     weight_dtype(dtype, quantize)
     check_draft_quantize(draft_quantize, draft)
     _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
+    check_precision(precision)
     EngineOptions(
         context=DEFAULT_CONTEXT if context is None else context,
         max_batch=_BATCH if max_batch is None else max_batch,
@@ -244,13 +252,16 @@ def check_draft_quantize(quantize: str | None, draft: str | Path | None) -> None
 _BATCH, _SOFTWARE_BATCH = 8, 4  # answers at once, where nobody says how many
 
 
-def _positions(cache_memory: int | None, nbytes: int) -> int | None:
+def _positions(cache_memory: int | str | None, nbytes: int) -> int | None:
     """Those that a cache of so much memory holds. Raises RequestError for what is no amount."""
     if cache_memory is None:
         return None
-    if type(cache_memory) is not int or cache_memory < 1:
-        raise RequestError(f"cache_memory is a number of bytes, not {shown(cache_memory)}.")
-    return max(1, cache_memory // nbytes)
+    held = parse_size(cache_memory) if isinstance(cache_memory, str) else cache_memory
+    if type(held) is not int or held < 1:
+        raise RequestError(
+            f"cache_memory is a number of bytes, or a text such as 1GiB, not {shown(cache_memory)}."
+        )
+    return max(1, held // nbytes)
 
 
 _ENGINE_NAMES = {option.name for option in fields(EngineOptions)} - set(LOAD_NAMES)
@@ -269,7 +280,7 @@ def _isolated(
         engine.load(progress)
         defaults = sampling_defaults(generation_config, engine.vocab_size)
         for text in engine.notes:
-            warnings.warn(text, InferWarning, stacklevel=3)
+            warn(text)
         return LLM(resolved.name, engine, tokenizer, defaults, embedding, engine.summary)
     except BaseException:
         engine.close()
@@ -390,7 +401,7 @@ class _Files:
         generation_config = read_json(path / "generation_config.json")
         defaults = sampling_defaults(generation_config, model.config.vocab_size)
         for text in (*checkpoint.notes, *notes(generation_config)):
-            warnings.warn(text, InferWarning, stacklevel=3)
+            warn(text)
         plan = plan_weights(model.weights(), checkpoint, dtype, model.ignorable)
         loras = Loras.fit(model, plan, always=always, named=named)
         plan = plan.joined(loras.names)
@@ -439,6 +450,7 @@ class _Files:
                 raise
         ((engine, compiled),) = started
         compiled.result()
+        engine.weights_are_read()
         summary = self.plan.summary
         return LLM(self.name, engine, self.tokenizer, self.defaults, self.embedding, summary)
 

@@ -51,6 +51,21 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 1024:,.1f} GiB"
 
 
+_UNITS = {"": 1, "b": 1} | {
+    unit + end: base**power
+    for power, unit in enumerate("kmgt", 1)
+    for end, base in (("", 1000), ("b", 1000), ("ib", 1024))
+}
+
+
+def parse_size(text: str) -> int | None:
+    """4GB, 512MiB or a number, as bytes; None if the text is no amount of memory."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower(), re.ASCII)
+    if found is None or found[2] not in _UNITS:
+        return None
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
 def columns(stream: TextIO) -> int:
     """Of the terminal that the stream is."""
     try:

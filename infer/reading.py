@@ -117,7 +117,7 @@ class Reading:
         if grammar is None:
             return params
         try:
-            return replace(params, schema=None, regex=None, grammar=grammar)
+            return replace(params, schema=None, regex=None, choices=None, grammar=grammar)
         except RequestError as error:  # too long
             if params.constrained or self.is_strict:
                 raise RequestError(f"tools are too many to hold calls to: {error}") from error
@@ -144,8 +144,8 @@ def _content(params: SamplingParams) -> str | None:
         if error := _error(json.dumps(params.schema)):
             raise RequestError(f"schema cannot be followed: {error}")
         return f"%json {json.dumps(_spaced(cast(Mapping[str, Any], params.schema)))}"
-    if params.regex is not None:
-        return f"/{escaped(params.regex)}/"
+    if (pattern := params.pattern) is not None:
+        return f"/{escaped(pattern)}/"
     return None
 
 

@@ -53,9 +53,9 @@ class Result:
 
     token_ids: without the id that ended it. finish_reason: "stop" (an end-of-turn id or a stop
     string), "tool_calls" (the same, of an answer with calls), "length" (max_tokens, or the context
-    is full) or "cancelled" (closed before its end). reasoning, tool_calls: the parts of an answer
-    to a chat that are not its text; a call that a limit cut is not there. reasoning_tokens: how
-    many of token_ids are reasoning. stop_string: the one that ended it."""
+    is full), "timeout" or "cancelled" (closed before its end). reasoning, tool_calls: the parts of
+    an answer to a chat that are not its text; a call that a limit cut is not there.
+    reasoning_tokens: how many of token_ids are reasoning. stop_string: the one that ended it."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.calls import checked
 from infer.foreign import foreign, shown
 from infer.generation_config import RENAMED
 from infer.kernels.errors import CheckpointError, RequestError
-from infer.kernels.state.step import MAX_LOGPROBS, MAX_STOP_IDS, SAMPLING
+from infer.kernels.state.step import FORBIDDEN, MAX_LOGPROBS, MAX_STOP_IDS, SAMPLING
+from infer.text.schemas import closed
 
 if TYPE_CHECKING:
     from infer.kernels.state.sampler import SamplerChain
+
+T = TypeVar("T")
 
 Scores = NDArray[np.float64]
 # Takes the ids so far (prompt and output) and the logits after penalties and bias, float32 [vocab];
@@ -35,7 +41,7 @@ LogitsProcessor = Callable[[NDArray[np.int64], NDArray[np.float32]], NDArray[np.
 Logprobs = tuple[float, list[tuple[int, float]]]
 
 # Characters at most. What follows a regular expression takes time in each step by its length.
-_CONSTRAINTS = {"schema": 1 << 16, "regex": 1 << 14, "grammar": 1 << 18}
+CONSTRAINTS = {"schema": 1 << 16, "regex": 1 << 14, "choices": 1 << 16, "grammar": 1 << 18}
 
 _STOPS, _STOP_CHARACTERS = 64, 1024  # which each piece of text is compared with
 
@@ -54,6 +60,7 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
     "top_k": (0, 2**32 - 1, "an integer from 0 (off) to 2**32 - 1"),
     "seed": (0, 2**64 - 1, "an integer from 0 to 2**64 - 1"),
     "max_tokens": (1, 2**32 - 1, "an integer from 1 up (without it, there is no limit of its own)"),
+    "min_tokens": (0, 2**32 - 1, "an integer from 0 (off) up"),
     "logprobs": (
         0,
         MAX_LOGPROBS,
@@ -62,6 +69,22 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
 }
 
 
+# Options of calls beside these parameters.
+OF_CALLS = (
+    *("adapter", "add_generation_prompt", "cache_salt", "continue_final_message"),
+    *("logits_processor", "n", "parallel_tool_calls", "template_args", "timeout"),
+    *("tool_choice", "tools"),
+)
+
+
+def _checked(kind: type[T]) -> type[T]:
+    """A class whose options are checked by their names."""
+    init = checked((), OF_CALLS, "generate()")(kind.__init__)
+    kind.__init__ = init  # type: ignore[method-assign]
+    return kind
+
+
+@_checked
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens, and when to stop. What is None or empty is left to the model (see
@@ -77,15 +100,28 @@ class SamplingParams:
     logit_bias          token id -> added to its logit, at most 100; -inf forbids the token
     seed                from 0 to 2**64 - 1; None takes a new one for each generation
     max_tokens          at least 1; without one, until a stop or the end of the context
+    min_tokens          tokens that come before any that ends the answer: one of the model's own
+                        end, of stop_token_ids, or of a stop string
     stop                a string or several; the text ends before the first that appears
+    stop_token_ids      token ids that end the answer too
+    include_stop_str_in_output
+                        the text ends with what ended it: the stop string, or the text of one of
+                        stop_token_ids, whose id is then among the answer's
+    bad_words           texts, or lists of token ids, that are not in the output: the last token of
+                        one is forbidden where the others stand before it. A text is forbidden at
+                        the beginning and after a space
+    allowed_token_ids   the only tokens that may come; without the model's end among them the answer
+                        has no end of its own
     ignore_eos          go on after the model's own end, as benchmarks do, up to max_tokens
     logprobs            report the log probability of each token, and of the best 0 to 20
 
-    What the whole text of an answer must be, of which one may be given :
+    What the whole text of an answer must be, of which one may be given; it goes before bad_words
+    and min_tokens where it leaves nothing else:
 
     schema              JSON that is valid under this schema: a dictionary; or a pydantic model,
                         the class, whose objects then have no properties but their own
     regex               what this regular expression matches
+    choices             one of these texts
     grammar             what this grammar derives, in llguidance's dialect of Lark
 
     Raises RequestError that names the parameter, its value and what is allowed.
@@ -101,11 +137,17 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
     max_tokens: int | None = None
+    min_tokens: int = 0
     stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    bad_words: Sequence[str | Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
     schema: Mapping[str, Any] | type | None = None
     regex: str | None = None
+    choices: Sequence[str] | None = None
     grammar: str | None = None
 
     def __post_init__(self) -> None:
@@ -127,10 +169,23 @@ class SamplingParams:
             object.__setattr__(self, name, int(value))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        object.__setattr__(self, "stop_token_ids", _checked_ids("stop_token_ids", self) or ())
+        object.__setattr__(self, "allowed_token_ids", _checked_ids("allowed_token_ids", self))
+        object.__setattr__(self, "bad_words", _checked_words(self.bad_words))
         object.__setattr__(self, "schema", _checked_schema(self.schema))
-        _check_constraints({name: getattr(self, name) for name in _CONSTRAINTS})
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be True or False, not {shown(self.ignore_eos)}.")
+        object.__setattr__(self, "choices", _checked_choices(self.choices))
+        _check_constraints({name: getattr(self, name) for name in CONSTRAINTS})
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise RequestError(f"{name} must be True or False, not {shown(value)}.")
+        object.__setattr__(self, "min_tokens", self.min_tokens or 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens, {self.max_tokens}, not {self.min_tokens}."
+            )
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids must name a token: there must be one to choose.")
         if self.ignore_eos and self.constrained:
             raise RequestError(
                 "ignore_eos leaves no end for an answer by a schema, a regex or a grammar."
@@ -142,7 +197,24 @@ class SamplingParams:
 
     @property
     def constrained(self) -> bool:
-        return any(getattr(self, name) is not None for name in _CONSTRAINTS)
+        return any(getattr(self, name) is not None for name in CONSTRAINTS)
+
+    @property
+    def pattern(self) -> str | None:
+        """The regular expression of the whole text, if there is one."""
+        return self.regex if self.choices is None else "|".join(map(re.escape, self.choices))
+
+    @property
+    def bad_word_ids(self) -> list[tuple[int, ...]]:
+        """Bad words that are forbidden by what comes before them: those of several tokens, once
+        they are token ids."""
+        ids = (tuple(word) for word in self.bad_words if not isinstance(word, str))
+        return [word for word in ids if len(word) > 1]
+
+    @property
+    def masked(self) -> bool:
+        """Whether each token is chosen among those that the host allows."""
+        return self.constrained or bool(self.bad_word_ids)
 
     @property
     def penalized(self) -> bool:
@@ -215,7 +287,8 @@ class SamplingParams:
         record["frequency_penalty"] = self.frequency_penalty
         record["seed_low"], record["seed_high"] = seed & 0xFFFFFFFF, seed >> 32
         record["max_position"] = min(end, context)
-        record["n_stop_ids"], record["masked"] = len(stop_ids), self.constrained
+        record["min_position"] = min(prompt_tokens + self.min_tokens - 1, context)
+        record["n_stop_ids"], record["masked"] = len(stop_ids), self.masked
         record["stop_ids"][0, : len(stop_ids)] = stop_ids
         return record
 
@@ -227,12 +300,13 @@ class SamplingParams:
         return SamplerChain(
             noise=noise,
             penalties=self.penalized,
-            bias=bool(self.logit_bias),
+            bias=bool(self.logit_bias) or self.allowed_token_ids is not None,
+            ends=self.min_tokens > 0,
             top_k=noise and bool(self.top_k),
             top_p=noise and self.top_p is not None and self.top_p < 1.0,
             min_p=noise and bool(self.min_p),
             logprobs=self.logprobs is not None,
-            mask=self.constrained,
+            mask=self.masked,
         )
 
     def check_bias(self, vocab_size: int) -> None:
@@ -246,6 +320,21 @@ class SamplingParams:
             )
         if len(bias) == vocab_size and max(bias.values()) == -math.inf:
             raise RequestError("logit_bias forbids every token: there must be one to choose.")
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """As `check_bias`, and of all other token ids."""
+        self.check_bias(vocab_size)
+        words = chain.from_iterable(word for word in self.bad_words if not isinstance(word, str))
+        for name, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("bad_words", words),
+        ):
+            wrong = next((token for token in ids if token >= vocab_size), None)
+            if wrong is not None:
+                raise RequestError(
+                    f"{name} must name token ids from 0 to {vocab_size - 1}, not {shown(wrong)}."
+                )
 
 
 def _rest_of(max_length: Any, prompt_tokens: int) -> dict[str, int]:
@@ -278,11 +367,17 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     seed: int | None
     max_tokens: int | None
+    min_tokens: int
     stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
     ignore_eos: bool
+    bad_words: Sequence[str | Sequence[int]]
+    allowed_token_ids: Sequence[int] | None
     logprobs: int | None
     schema: Mapping[str, Any] | type | None
     regex: str | None
+    choices: Sequence[str] | None
     grammar: str | None
 
 
@@ -291,7 +386,7 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def _checked_stop(stop: object) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else stop
+    strings = (stop,) if isinstance(stop, str) else () if stop is None else stop
     if not isinstance(strings, list | tuple) or not all(
         isinstance(string, str) and string for string in strings
     ):
@@ -303,6 +398,51 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
             f"stop must be at most {_STOPS} strings of at most {_STOP_CHARACTERS:,} characters."
         )
     return tuple(strings)
+
+
+def _checked_ids(name: str, params: SamplingParams) -> tuple[int, ...] | None:
+    """The token ids of a parameter, each once; None if it has none."""
+    given = getattr(params, name)
+    if given is None:
+        return None
+    ids = [given] if _is(given, Integral) else given
+    if isinstance(ids, np.ndarray):
+        ids = ids.tolist()
+    if not isinstance(ids, list | tuple | set | frozenset | range) or not all(map(_is_id, ids)):
+        raise RequestError(f"{name} must be a list of token ids, not {shown(given)}.")
+    return tuple(dict.fromkeys(map(int, ids)))
+
+
+def _is_id(value: object) -> bool:
+    return _is(value, Integral) and 0 <= value < 2**32  # type: ignore[operator]
+
+
+def _checked_words(words: object) -> tuple[str | tuple[int, ...], ...]:
+    listed = [words] if isinstance(words, str) else [] if words is None else words
+    if not isinstance(listed, list | tuple | set) or not all(
+        bool(word.strip())
+        if isinstance(word, str)
+        else isinstance(word, list | tuple) and word and all(map(_is_id, word))
+        for word in listed
+    ):
+        raise RequestError(
+            "bad_words must be a list of texts, or of lists of token ids, none of them empty, not "
+            f"{shown(words)}."
+        )
+    return tuple(word if isinstance(word, str) else tuple(map(int, word)) for word in listed)
+
+
+def _checked_choices(choices: object) -> tuple[str, ...] | None:
+    if choices is None:
+        return None
+    if not isinstance(choices, list | tuple) or not (
+        choices and all(isinstance(choice, str) and choice for choice in choices)
+    ):
+        raise RequestError(
+            f"choices must be a list of texts, at least one, none empty, not {shown(choices)}."
+        )
+    _check_length("choices", "".join(choices))
+    return tuple(choices)
 
 
 def _checked_bias(bias: object) -> dict[int, float] | None:
@@ -326,7 +466,7 @@ def _checked_schema(schema: object) -> dict[str, Any] | None:
         return None
     if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
         with foreign(f"schema {schema.__name__} gives no JSON schema", RequestError):
-            schema = _closed(schema.model_json_schema())
+            schema = closed(schema.model_json_schema())
     if not isinstance(schema, Mapping):
         raise RequestError(
             "schema must be a JSON schema as a dictionary, or a pydantic model (the class), "
@@ -339,18 +479,6 @@ def _checked_schema(schema: object) -> dict[str, Any] | None:
     _check_length("schema", text)
     checked: dict[str, Any] = json.loads(text)
     return checked
-
-
-def _closed(schema: Any) -> Any:
-    """A pydantic model ignores properties that it does not know: there need not be any."""
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {name: _closed(each) for name, each in schema.items()}
-    if schema.get("type") == "object" and "properties" in schema:
-        closed.setdefault("additionalProperties", False)
-    return closed
 
 
 def _check_constraints(given: Mapping[str, object]) -> None:
@@ -367,7 +495,7 @@ def _check_constraints(given: Mapping[str, object]) -> None:
 
 
 def _check_length(name: str, text: str) -> None:
-    most = _CONSTRAINTS[name]
+    most = CONSTRAINTS[name]
     if len(text) > most:
         raise RequestError(f"{name} must have at most {most:,} characters, not {len(text):,}.")
 
@@ -425,10 +553,13 @@ class NumpySampler:
         vocab_size: int,
         prompt_ids: Sequence[int] | NDArray[np.integer],
         logits_processor: LogitsProcessor | None = None,
+        stop_ids: Sequence[int] = (),
     ) -> None:
-        """params: `resolved`. Raises RequestError if logit_bias does not fit the vocabulary."""
+        """params: `resolved`. stop_ids: what min_tokens forbids. Raises RequestError if logit_bias
+        does not fit the vocabulary."""
         params.check_bias(vocab_size)
         self.params, self.logits_processor = params, logits_processor
+        self._stop_ids = list(stop_ids)
         self.prompt_tokens = len(prompt_ids)
         self.ids = np.array(prompt_ids, np.int64)
 
@@ -443,6 +574,12 @@ class NumpySampler:
         scores = np.array(logits, np.float32)
         for token, bias in (params.logit_bias or {}).items():
             scores[token] += bias
+        if params.allowed_token_ids is not None:
+            others = np.ones(len(scores), np.bool_)
+            others[list(params.allowed_token_ids)] = False
+            scores[others] += FORBIDDEN
+        if len(self.ids) - self.prompt_tokens < params.min_tokens:
+            scores[self._stop_ids] += FORBIDDEN
         if params.penalized:
             scores = penalize(scores, params, self.ids, self.prompt_tokens).astype(np.float32)
         if self.logits_processor is not None:

@@ -4,7 +4,7 @@ InferError
 ├── DeviceError            no adapter, or a lost device
 │   ├── UnknownDeviceError no adapter, or no WebGPU library, of that name (a RequestError, too)
 │   └── OutOfMemoryError   buffers that do not fit
-├── ShaderError            a kernel that does not compile, or wrong parameters for one
+├── ShaderError            a kernel that does not compile, or arguments that do not fit one
 ├── ModelError             a model that cannot be loaded
 │   ├── ModelNotFoundError no such folder, repository or revision
 │   ├── ModelAccessError   a gated or private repository
@@ -30,7 +30,7 @@ class OutOfMemoryError(DeviceError):
 
 
 class ShaderError(InferError):
-    """A kernel that does not compile, or parameters that it does not declare."""
+    """A kernel that does not compile, or arguments and parameters that do not fit one."""
 
 
 class ModelError(InferError):

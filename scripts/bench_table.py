@@ -26,11 +26,12 @@ _BATCH = re.compile(r"tg\d+ x (\d+) @ d(\d+)")  # the name of a test
 
 
 def newest(reports: Iterable[BenchReport]) -> list[BenchReport]:
-    """One report for each adapter, model and dtype of weights and cache, sorted by them."""
+    """One report for each adapter, model, dtype of weights and cache, and precision, sorted."""
     last: dict[tuple[str, ...], BenchReport] = {}
     for report in sorted(reports, key=lambda report: report.date):
         kind = bool(report.loads)  # many clients are measured apart
-        key = report.adapter, report.model, report.dtype, report.kv_dtype, report.lora or "", kind
+        dtypes = report.dtype, report.kv_dtype, report.precision
+        key = report.adapter, report.model, *dtypes, report.lora or "", kind
         last[key] = report
     return [last[key] for key in sorted(last)]
 

@@ -61,7 +61,6 @@ make_venv() {
 
 # install_package WHAT...: as pip install takes it. Python compiles what it imports when it does.
 install_package() {
-  rm -rf build/lib # or what is no longer in the tree would be installed with the rest
   .venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check "$@" >&2 ||
     fail "pip could not install the package; its message is above."
 }

@@ -2,12 +2,14 @@
 
     python scripts/make_shape.py llama-3.1-8b /tmp/llama-3.1-8b
     infer serve /tmp/llama-3.1-8b --quantize q4 --max-batch 32
+    python scripts/make_shape.py qwen3-30b-a3b /tmp/experts --layers 6 --seed 1
 
 `infer bench --shape` needs no files; what loads a model does: a server under load (load.py), above
 all. The tokenizer is the demo's. Ids that it does not have read as <|id|>, and none ends an answer.
 """
 
 import argparse
+import copy
 import json
 import sys
 from collections.abc import Iterator
@@ -23,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from infer.hub import DEMO, resolve
 from infer.kernels.errors import InferError, RequestError
 from infer.models import build_model
-from infer.models.loading.shapes import SHAPES, shape_config
+from infer.models.loading.config import RawConfig
+from infer.models.loading.shapes import SHAPES
 
 PERIOD = 16_777_213  # values, and then the same ones again: prime, so that no two rows are alike
 
@@ -34,23 +37,40 @@ def main() -> None:
     )
     parser.add_argument("shape", choices=SHAPES, metavar="SHAPE", help=", ".join(SHAPES))
     parser.add_argument("folder", type=Path, help="which is made")
+    parser.add_argument("--layers", type=int, metavar="N", help="the first N alone")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (0)")
     args = parser.parse_args()
     try:
-        write(args.shape, args.folder)
+        write(args.shape, args.folder, args.layers, args.seed)
     except (InferError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
-def write(shape: str, folder: Path) -> None:
-    """Raises RequestError for a folder that is there already."""
+def write(shape: str, folder: Path, layers: int | None = None, seed: int = 0) -> None:
+    """Raises RequestError for a folder that is there already, and for layers that the shape does
+    not have."""
     if folder.exists():
         raise RequestError(f"{folder} is there already. Name another folder.")
+    config = first_layers(shape, layers)
     folder.mkdir(parents=True)
-    config = SHAPES[shape]
     _write_tokenizer(folder, config["vocab_size"])
-    _write_weights(folder / "model.safetensors", shape)
+    _write_weights(folder / "model.safetensors", RawConfig(config, shape), seed)
     # The last: without it the folder is no model.
     (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+
+
+def first_layers(shape: str, layers: int | None) -> dict[str, Any]:
+    """The config of a shape, with so many layers (None: all of them)."""
+    config = copy.deepcopy(SHAPES[shape])
+    count = config["num_hidden_layers"]
+    if layers is None:
+        return config
+    if not 1 <= layers <= count:
+        raise RequestError(f"{shape} has {count} layers, of which {layers} cannot be taken.")
+    for key, value in config.items():
+        if isinstance(value, list | str) and len(value) == count:  # something of each layer
+            config[key] = value[:layers]
+    return config | {"num_hidden_layers": layers}
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -64,11 +84,11 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def _write_weights(path: Path, shape: str) -> None:
+def _write_weights(path: Path, config: RawConfig, seed: int) -> None:
     """Matrices as random_weights.py has them, vectors around 1 (norms) and 0."""
     tensors = {
         source.key: source.file_shape
-        for weight in build_model(shape_config(shape)).weights()
+        for weight in build_model(config).weights()
         for source in weight.sources
     }
     header: dict[str, Any] = {}
@@ -77,7 +97,7 @@ def _write_weights(path: Path, shape: str) -> None:
         begin, end = end, end + 2 * prod(own)
         header[key] = {"dtype": "BF16", "shape": own, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    values = np.random.default_rng(0).uniform(-1, 1, PERIOD).astype(np.float32)
+    values = np.random.default_rng(seed).uniform(-1, 1, PERIOD).astype(np.float32)
     scaled: dict[tuple[float, float], NDArray[np.uint16]] = {}
     at = 0
     with path.open("xb") as file:

@@ -1,18 +1,23 @@
-"""The README's tables of models and formats, from the registries in models/.
+"""The README's tables of models and formats, from the registries in models/, and the table of
+kernels by hand of docs/python.md, from their signatures.
 
-python scripts/make_tables.py            write them between the README's markers
+python scripts/make_tables.py            write them between the documents' markers
 python scripts/make_tables.py --check    exit with 1 where they are not what is written there
 """
 
 import argparse
+import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from infer.kernels import functions  # noqa: E402
+from infer.kernels.checks.forward import Options  # noqa: E402
 from infer.models import ARCHITECTURES, MULTIMODAL  # noqa: E402
 from infer.models.loading.formats import FORMATS  # noqa: E402
 
@@ -22,8 +27,8 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def tables() -> dict[str, str]:
-    """Each table by the name in its markers."""
+def readme() -> dict[str, str]:
+    """Each table of the README by the name in its markers."""
     models = {name: entry.published for name, entry in ARCHITECTURES.items()}
     models |= {name: f"{published}: text alone" for name, published in MULTIMODAL.items()}
     rows = ((f"`{name}`", published) for name, published in sorted(models.items()))
@@ -34,9 +39,32 @@ def tables() -> dict[str, str]:
     }
 
 
-def filled(text: str) -> str:
+def python() -> dict[str, str]:
+    """The table of docs/python.md by the name in its markers."""
+    public = {name: getattr(functions, name) for name in functions.__all__}
+    rows = (called(name, each) for name, each in public.items() if hasattr(each, "__wrapped__"))
+    return {"functions": table(("function", "takes", "options", "returns"), rows)}
+
+
+def called(name: str, function: Callable[..., Any]) -> list[str]:
+    """The row of a function of a device."""
+    signature = inspect.signature(function)
+    takes: list[str] = []
+    options: list[str] = []
+    for each in list(signature.parameters.values())[1:]:
+        kind = str(each.annotation).removesuffix(" | None")
+        if each.name not in Options.__optional_keys__:
+            shape = f" {kind}" if "[" in kind and kind[0] in "[(" else ""
+            (takes if each.default is each.empty else options).append(f"{each.name}{shape}")
+    return [f"`{name}`", ", ".join(takes), ", ".join(options), str(signature.return_annotation)]
+
+
+DOCUMENTS = {"README.md": readme, "docs/python.md": python}
+
+
+def filled(text: str, tables: dict[str, str]) -> str:
     """The text with the tables between their markers. Raises ValueError where there are none."""
-    for name, rows in tables().items():
+    for name, rows in tables.items():
         begin, end = f"<!-- {name}: scripts/make_tables.py -->", f"<!-- end of {name} -->"
         between = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.S)
         text, count = between.subn(lambda _, new=f"{begin}\n{rows}\n{end}": new, text)
@@ -46,16 +74,19 @@ def filled(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The README's tables of models and formats.")
+    parser = argparse.ArgumentParser(description="Tables of documents.")
     parser.add_argument("--check", action="store_true", help="write nothing, say if it would")
-    check, readme = parser.parse_args().check, ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    new = filled(text)
-    if not check:
-        readme.write_text(new, encoding="utf-8")
-    elif new != text:
-        print("README.md: run scripts/make_tables.py", file=sys.stderr)
-    return int(check and new != text)
+    check, stale = parser.parse_args().check, False
+    for document, tables in DOCUMENTS.items():
+        path = ROOT / document
+        text = path.read_text(encoding="utf-8")
+        new = filled(text, tables())
+        if new != text and check:
+            stale = True
+            print(f"{document}: run scripts/make_tables.py", file=sys.stderr)
+        elif new != text:
+            path.write_text(new, encoding="utf-8")
+    return int(stale)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ if [ "${1-}" = --full ]; then
 fi
 
 make_venv
-# This working tree, so that changes in it count at once. By its path: the finder that setuptools
-# installs otherwise loses against the folder above, if that of the clone is called infer.
-install_package --config-settings editable_mode=compat --editable '.[test]'
+# This working tree, so that changes in it count at once.
+install_package --editable '.[test]'
 ensure_adapter
 # Tests start hundreds of processes, which would all compile the same files.
 unset PYTHONDONTWRITEBYTECODE

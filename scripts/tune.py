@@ -4,6 +4,7 @@
     python scripts/tune.py --shape llama-3.1-8b --kernel matmul       in prefill
     python scripts/tune.py --shape llama-3.2-1b --kernel attention --depth 64,4096
     python scripts/tune.py --shape llama-3.1-8b --kernel matmul_rows --step-rows 8
+    python scripts/tune.py --shape llama-3.1-8b --kernel matmul_matrix --webgpu dawn
     python scripts/tune.py --model demo --workgroup 64,128 --only K=64 norm
 
 The model is lowered again for every variant. All dispatches of one shape (the same projection of
@@ -53,6 +54,11 @@ from infer.kernels.ops.linear import (
     matmul_vec_variant,
 )
 from infer.kernels.ops.matmul_lanes import LanesVariant, matmul_lanes_variant
+from infer.kernels.ops.matmul_matrix import (
+    MatrixVariant,
+    expert_matrix_variant,
+    matmul_matrix_variant,
+)
 from infer.kernels.ops.matmul_rows import (
     RowsVariant,
     few_rows,
@@ -73,6 +79,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "matmul_int8": matmul_int8_variant,
     "matmul_rows": matmul_rows_variant,
     "matmul_lanes": matmul_lanes_variant,
+    "matmul_matrix": matmul_matrix_variant,
     "ssm_scan": ssm_scan_variant,
     "delta_rule": delta_rule_variant,
     "attention": attention_variant,
@@ -113,6 +120,14 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
         "staged": (0, 1),
     },
     "matmul_lanes": {"m_tile": (1, 2, 4, 8, 16), "n_tile": (2, 4, 8)},
+    "matmul_matrix": {
+        "rows": (16, 32, 64, 128),
+        "columns": (64, 128, 256),
+        "sub_rows": (16, 32, 64),
+        "sub_columns": (16, 32, 64),
+        "depth": (32, 64, 128),
+        "splits": (1, 2, 4, 8),
+    },
     "ssm_scan": SCANS,
     "delta_rule": SCANS | {"loaders": (8, 16), "subgroups": (0, 1)},
     "attention": {
@@ -126,12 +141,15 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
         "max_split": (256, 1024),
     },
 }
-PREFILL = ("matmul", "matmul_int8", "ssm_scan", "delta_rule")  # the others are decode's
+# The others are decode's.
+PREFILL = ("matmul", "matmul_int8", "matmul_matrix", "ssm_scan", "delta_rule")
 FEW_ROWS = 8  # of matmul_rows, where --step-rows does not say
 # Kernels that the rule of another is for as well, and those that finish the work of another.
 ALIKE = {"expert_matmul_vec": "matmul_vec", "attention_decode": "attention"}
 SECOND = ("attention_combine", "matmul_combine")
-OTHERS = ("matmul_vec", "matmul", "matmul_int8", "matmul_rows")  # that matmul_lanes stands for
+# Kernels that others stand for, on a CPU, or where an adapter has matrices; and the rules of those.
+OTHERS = ("matmul_vec", "matmul", "matmul_int8", "matmul_rows")
+STAND_INS = (matmul_lanes_variant, matmul_matrix_variant, expert_matrix_variant)
 
 
 def valid(kernel: str, variant: Any, engine: Engine) -> bool:
@@ -164,6 +182,16 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
             and variant.min_split <= variant.max_split
             and variant.workgroup * variant.per_lane * 32 + 2048 <= limits.workgroup_storage
         )
+    if isinstance(variant, MatrixVariant):
+        m, n, k = variant.shape
+        return bool(
+            (variant.rows % variant.sub_rows, 128 % variant.rows) == (0, 0)  # rows are padded
+            and variant.columns % 32 == 0
+            and variant.columns % variant.sub_columns == 0
+            and (variant.sub_rows % m, variant.sub_columns % n, variant.depth % k) == (0, 0, 0)
+            and variant.sub_rows * variant.sub_columns <= 128 * variant.lanes  # registers
+            and variant.runs(Tuning(engine.device))
+        )
     if isinstance(variant, ScanVariant):
         key_dim = max(state.shape.key_dim for state in engine.states)
         return variant.runs(Tuning(engine.device), key_dim)
@@ -182,6 +210,10 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
 
 def serves(variant: Any, *call: Any) -> bool:
     """Whether a variant can do what one call of the rule asks for."""
+    if isinstance(variant, MatrixVariant):
+        if len(call) == 1:  # of experts, whose tiles have as many rows as were sorted for them
+            return (variant.rows, variant.splits) == (call[0], 1)
+        return variant.splits == 1 or bool(call[-1])
     if isinstance(variant, TileVariant):
         return variant.splits == 1 or bool(call[3])
     shape = call[0]
@@ -232,9 +264,10 @@ class ForcedTuning(Tuning):
 
     def choose(self, rule: Callable[..., Any], *call: Any) -> Any:
         own = rule is RULES[self.kernel]
+        own |= self.kernel == "matmul_matrix" and rule is expert_matrix_variant
         if self.kernel == "matmul_rows" and rule is few_rows:
             return call[0] > 1
-        if self.kernel in OTHERS and rule is matmul_lanes_variant:
+        if self.kernel in OTHERS and rule in STAND_INS:
             return None
         if own and rule is matmul_rows_variant:
             rule = possible_variant  # also where tiles are chosen
@@ -401,7 +434,7 @@ class Sweep:
             Result(
                 group.label,
                 kv_len,
-                {name: int(value) for name, value in asdict(group.variant).items()},
+                numbers(group.variant),
                 time / group.calls,
                 sum(item.moved(self.rows, kv_len) for item in group.dispatches) / group.calls,
                 sum(item.flops(self.rows, kv_len) for item in group.dispatches) / group.calls,
@@ -426,6 +459,11 @@ class Sweep:
                     continue
                 measured = partial(self.measure, low, repeats=repeats, done=done)
                 yield number, variant, [r for kv_len in kv_lens for r in measured(kv_len)]
+
+
+def numbers(variant: Any) -> dict[str, int]:
+    """The fields of a variant that vary: all but the shape of an adapter's matrices."""
+    return {name: int(value) for name, value in asdict(variant).items() if name != "shape"}
 
 
 def words(variant: dict[str, int]) -> str:
@@ -459,6 +497,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", choices=SHAPES, help="the shape of a model, on random weights")
     parser.add_argument("--model", help="a hub id, a folder, or demo")
     parser.add_argument("--device", help="index or part of the name of an adapter")
+    parser.add_argument("--webgpu", help="the library that runs the kernels")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (a shape's: bf16)")
     parser.add_argument("--quantize", choices=QUANTIZED, help="quantise the weights instead")
     parser.add_argument("--format", choices=PUBLISHED, help="as such checkpoints pack them")
@@ -481,9 +520,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = list(dict.fromkeys(name for grid in GRIDS.values() for name in grid))
     names += [field.name for field in fields(RowsVariant) if field.name not in names]
     for name in names:
-        grid.add_argument(f"--{name.replace('_', '-')}", type=integers, metavar="N,N")
+        # --depth is of the cache.
+        flag = "tile-depth" if name == "depth" else name.replace("_", "-")
+        grid.add_argument(f"--{flag}", dest=f"of_{name}", type=integers, metavar="N,N")
     options = parser.parse_args(argv)
-    values = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given = {name: getattr(options, f"of_{name}") for name in names}
+    values = {name: tried for name, tried in given.items() if tried is not None}
     needed = max(options.depth) + 1
     try:
         with open_engine(
@@ -495,6 +537,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.kv_dtype,
             options.quantize,
             options.format,
+            webgpu=options.webgpu,
         ) as (name, engine):
             rows = options.step_rows
             sweep = Sweep(engine, options.kernel, only=options.only, values=values, rows=rows)
@@ -515,8 +558,7 @@ def _run(sweep: Sweep, name: str, options: argparse.Namespace) -> None:
     try:
         for number, variant, found in sweep.results(kv_lens, options.repeats, options.seconds):
             text = found if isinstance(found, str) else _line(sweep, found)
-            fields_of = {name: int(value) for name, value in asdict(variant).items()}
-            print(f"{number:4} {words(fields_of)}  {text}", flush=True)
+            print(f"{number:4} {words(numbers(variant))}  {text}", flush=True)
             results += [] if isinstance(found, str) else found
     except KeyboardInterrupt:
         print("interrupted")

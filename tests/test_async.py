@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -72,8 +73,8 @@ def test_whole_answers(llm: LLM, expected: list[str]) -> None:
         assert single.completion_tokens == TOKENS
         samples = await llm.agenerate(PROMPTS[0], n=2, max_tokens=TOKENS)
         assert [result.text for result in samples] == [expected[0]] * 2
-        with pytest.raises(infer.RequestError, match="prompt is empty"):
-            await llm.agenerate([])
+        with pytest.raises(infer.RequestError, match="A prompt is text"):
+            await llm.agenerate([None])  # type: ignore[list-item]
         with pytest.raises(infer.RequestError, match="temperatur is not an option"):
             llm.astream("Once", temperatur=1)  # type: ignore[call-arg]
 
@@ -148,10 +149,13 @@ def test_what_takes_long_to_prepare_is_done_in_another_thread(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
-    encode = llm.encode
-    monkeypatch.setattr(
-        llm, "encode", lambda *args: (threads.append(threading.get_ident()), encode(*args))[1]
-    )
+    encode = llm.encode_pieces
+
+    def encode_pieces(*arguments: Any) -> Iterator[list[int]]:
+        threads.append(threading.get_ident())
+        return encode(*arguments)
+
+    monkeypatch.setattr(llm, "encode_pieces", encode_pieces)
     asyncio.run(llm.agenerate("One", max_tokens=1))
     assert threads
     assert threading.get_ident() not in threads

@@ -37,6 +37,7 @@ from infer.engine.draft import Loaded
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.kernels.checks.forward import Forward
+from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.bandwidth import COPIED, copy, copy_bandwidth
 from infer.kernels.gpu.device import Device
@@ -44,6 +45,8 @@ from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import Copy, run
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.ops import functional as ops
+from infer.kernels.ops.linear_check import EMULATED
+from infer.kernels.ops.matmul_matrix import MatrixVariant
 from infer.models import build_model
 from infer.models.loading.config import RawConfig
 from infer.models.loading.plan import plan_random
@@ -363,9 +366,9 @@ def test_decode_times_only_its_steps(engine: Engine, depth: int, prompt: int, te
 
 
 def test_sampled_test_uses_every_stage() -> None:
-    """All that change what is sampled: not log probabilities, which tell of it, and no mask, which
-    an answer has that is held to something."""
-    stages = vars(measure.SAMPLED.chain()) | {"logprobs": True, "mask": True}
+    """All that change what is sampled: not log probabilities, which tell of it, and neither a mask
+    nor a least number of tokens, which an answer has that is held to something."""
+    stages = vars(measure.SAMPLED.chain()) | {"logprobs": True, "mask": True, "ends": True}
     assert all(stages.values())
     assert not any(vars(measure.GREEDY.chain()).values())
 
@@ -736,6 +739,10 @@ def test_json_holds_everything() -> None:
     before = {name: value for name, value in values.items() if name != "loads"}
     assert BenchReport.from_json(json.dumps(before)) == REPORT
     assert REPORT.file_name == "2026-01-02-a-gpu-x-tiny-model-bf16.json"
+    exact = replace(REPORT, precision="f32", products="f32")
+    assert exact.file_name == "2026-01-02-a-gpu-x-tiny-model-bf16-precision-f32.json"
+    assert exact.model_and_dtypes == "org/Tiny Model bf16, precision f32"
+    assert "; products in f32" in format_report(exact)
     with pytest.raises(ValueError, match="schema 1"):
         BenchReport.from_json(json.dumps(values | {"schema": 2}))
 
@@ -944,6 +951,28 @@ def test_sweep_of_attention_and_prefill(capsys: pytest.CaptureFixture[str]) -> N
     lanes += ["--k-teams", "1", "--splits", "1", "--staged", "0", "--only", "K=48"]
     assert sweep("--kernel", "matmul_rows", "--step-rows", "4", *lanes) == 0
     assert "matmul_rows K=48 N=32: 4 positions, 3 variants" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("short")
+def test_sweep_of_matrices(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Emulated ones, which stand for an adapter's."""
+
+    def emulated(tuning: Tuning, *call: Any) -> MatrixVariant:
+        return EMULATED
+
+    tune, path = script("tune"), tmp_path / "sweep.json"
+    monkeypatch.setattr("infer.kernels.ops.linear.matmul_matrix_variant", emulated)
+    monkeypatch.setitem(tune.RULES, "matmul_matrix", emulated)
+    tiles = ["--rows", "16,48", "--columns", "32,64", "--sub-rows", "16", "--sub-columns", "16"]
+    tiles += ["--tile-depth", "32", "--splits", "1,2", "--only", "K=48"]
+    sizes = ["--step-rows", "16", "--repeats", "1", "--json", str(path)]
+    assert tune.main(["--shape", "tiny", "--kernel", "matmul_matrix", *tiles, *sizes]) == 0
+    assert "matmul_matrix K=48 N=32: 16 positions, 4 variants" in capsys.readouterr().out
+    results = json.loads(path.read_text(encoding="utf-8"))["results"]
+    assert {result["variant"]["rows"] for result in results} == {16}
+    assert [result["variant"]["columns"] for result in results if result["chosen"]] == [32]
 
 
 @pytest.mark.full

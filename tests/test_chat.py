@@ -634,6 +634,45 @@ def test_what_a_template_leaves_out_is_told(tokenizer: Tokenizer) -> None:
     )
 
 
+READING = """{%- if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}
+{%- set date = date_string or 'today' %}
+{%- for m in messages %}{% set content = m.content %}{{ bos_token }}{{ content }}{% endfor %}
+{%- if add_generation_prompt %}>{% endif %}{{ '<think>' if enable_thinking }}{{ date }}"""
+
+
+@pytest.mark.parametrize(
+    ("args", "unread"),
+    [
+        ({}, {}),
+        ({"enable_thinking": False}, {}),
+        ({"date_string": "x", "add_generation_prompt": False}, {}),
+        ({"thinkng": False}, {"thinkng": "date_string, enable_thinking"}),
+        ({"thinking": False, "date_string": "x"}, {"thinking": "enable_thinking"}),
+        # One thing under the names that templates have for it.
+        ({"reasoning_effort": "low", "enable_thinking": True, "thinking": True}, {}),
+        ({"documents": [{"text": "a"}]}, {"documents": "date_string, enable_thinking"}),
+        ({"documents": None}, {}),
+    ],
+)
+def test_an_argument_that_a_template_does_not_read_is_told(
+    tokenizer: Tokenizer, args: dict[str, Any], unread: dict[str, str]
+) -> None:
+    assert tokenizer.left_out(USER, template=READING, **args) == [
+        f"The chat template does not read {name}, which therefore changes nothing. Other arguments "
+        f"that it reads: {others}."
+        for name, others in unread.items()
+    ]
+
+
+def test_an_argument_that_no_template_reads_is_told(tokenizer: Tokenizer) -> None:
+    bare = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    asked = {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}
+    assert tokenizer.left_out(USER, template=bare, tools=None, **asked) == [
+        "The chat template does not read reasoning_effort, which therefore changes nothing. Other "
+        "arguments that it reads: none."
+    ]
+
+
 # A template of one's own
 
 

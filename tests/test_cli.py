@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,9 +44,11 @@ from infer.kernels.checks.bench import CheckResult
 from infer.kernels.errors import DeviceError
 from infer.kernels.gpu.adapters import AdapterInfo, MemoryInfo
 from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.native.library import MatrixShape
 from infer.kernels.state.kv_cache import PAGE
 from infer.models.loading.tensors import TensorInfo
 from infer.progress import ProgressLine, size
+from infer.text.folder_tokenizer import open_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_FOLDER = resolve(DEMO).path
@@ -208,6 +210,23 @@ def test_every_sampling_parameter_has_an_option() -> None:
     shown = invoke("run", "--help").stdout
     for field in fields(SamplingParams):
         assert f"--{field.name.replace('_', '-')} " in shown
+
+
+def test_what_ends_an_answer_and_what_is_in_it() -> None:
+    def run(*options: object) -> str:
+        result = invoke("run", "demo", "Count from 1 to 9.", *options, "-q")
+        assert result.exit_code == 0, result.stderr
+        return str(result.stdout).strip()
+
+    five = open_tokenizer(resolve(DEMO).path).encode("5", add_special_tokens=False)[-1]
+    assert run("--stop-token-ids", five) == "1, 2, 3, 4,"
+    assert run("--stop", "5", "--include-stop-str-in-output") == "1, 2, 3, 4, 5"
+    without = run("--bad-words", "5", "--bad-words", "6", "-n", 15)
+    assert without.startswith("1, 2, 3, 4, ")
+    assert not {*without} & {*"56"}
+    assert len(run("--min-tokens", 40, "-n", 44)) > len("1, 2, 3, 4, 5, 6, 7, 8, 9.")
+    assert set(run("--allowed-token-ids", five, "-n", 5)) == {"5"}
+    assert run("--choices", "a b", "--choices", "c") in ("a b", "c")
 
 
 # infer run
@@ -389,8 +408,8 @@ def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused("run", "org/name", "-p", "x", *flags) == "error: seen enough"
     given = {"model": "org/name", "device": "1", "dtype": "f16", "revision": "v2", "offline": True}
     assert seen.items() >= given.items()
-    refused("run", "demo", "-p", "x", "--quantize", "q4")
-    assert (seen["dtype"], seen["quantize"]) == (None, "q4")
+    refused("run", "demo", "-p", "x", "--quantize", "q4", "--precision", "f32")
+    assert (seen["dtype"], seen["quantize"], seen["precision"]) == (None, "q4", "f32")
     for command in (("run", "demo", "-p", "x"), ("chat", "demo")):
         refused(*command, "--chat-template", "{own}.jinja")
         assert seen.pop("chat_template") == Path("{own}.jinja")
@@ -1010,6 +1029,19 @@ def test_info_text(monkeypatch: pytest.MonkeyPatch) -> None:
     result = invoke(*flags)
     assert result.exit_code == 0
     assert "fits        no: The model needs " in result.stdout
+
+
+def test_info_tells_what_products_are_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    (adapter, *_) = infer.list_adapters()
+    own = replace(adapter, matrices=(MatrixShape(16, 16, 16),))
+    monkeypatch.setattr("infer.kernels.gpu.adapters.list_adapters", lambda _: [own])
+    assert "products    f16, by matrices, with sums in f32\n" in invoke("info", "demo").stdout
+    text = invoke("info", "demo", "--precision", "f32").stdout
+    assert "products    f32\n" in text
+    for options, products in (((), "f16"), (("--precision", "f32"), "f32")):
+        assert json.loads(invoke("info", "demo", *options, "--json").stdout)["products"] == products
+    with pytest.raises(infer.UnsupportedError, match="precision must be one of auto, f32"):
+        infer.load("demo", precision="f16")
 
 
 def test_info_opens_nothing_and_needs_nothing(

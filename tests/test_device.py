@@ -27,6 +27,7 @@ from infer.kernels.errors import (
 )
 from infer.kernels.gpu import adapters, native
 from infer.kernels.gpu.adapters import (
+    PRECISIONS,
     AdapterInfo,
     choose_adapter,
     is_available,
@@ -36,6 +37,7 @@ from infer.kernels.gpu.adapters import (
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
 from infer.kernels.gpu.multiprocessors import MEASURED, _amd, multiprocessors
 from infer.kernels.gpu.native import Library, library, wgpu_native
+from infer.kernels.gpu.native.library import MatrixShape
 from infer.kernels.gpu.record import EMPTY, Copy, RawQueue
 from infer.kernels.gpu.shader import KernelSpec, render_text
 from infer.kernels.gpu.tensor import allocate
@@ -87,6 +89,14 @@ def test_a_variable_stands_in_for_a_missing_selector(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("INFER_DEVICE", "Voodoo")
     with pytest.raises(DeviceError, match="Voodoo"):
         choose_adapter()
+
+
+def test_precision_f32_leaves_matrices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = replace(THREE[0], matrices=(MatrixShape(16, 16, 16),))
+    monkeypatch.setattr(adapters, "list_adapters", lambda _: [own])
+    chosen = [choose_adapter(0, None, precision) for precision in PRECISIONS]
+    assert [adapter.products for adapter in chosen] == ["f16", "f32"]
+    assert [adapter.matrices for adapter in chosen] == [own.matrices, ()]
 
 
 @pytest.mark.parametrize("selector", ["arc", 3, "3", "4090!", -1, ""])

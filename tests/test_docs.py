@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -64,11 +67,12 @@ def blocks(document: str, language: str) -> list[tuple[str, str]]:
 
 def examples(language: str, *documents: str) -> list[Any]:
     """Blocks of Python, named by where they stand. Those that run are "python"; "py" need a model
-    or a server that is not here."""
+    or a server that is not here. Those that have the name of a file are run as one below."""
     return [
         pytest.param(code, id=f"{document}-{number}")
         for document in documents
-        for number, (_, code) in enumerate(blocks(document, language))
+        for number, (name, code) in enumerate(blocks(document, language))
+        if not name
     ]
 
 
@@ -91,11 +95,12 @@ def test_an_example_runs_and_prints_what_it_says(
 ) -> None:
     stream = LLM.stream
 
-    def brief(self: LLM, *given: Any, **own: Any) -> Any:
+    def briefly(self: LLM, *given: Any, **own: Any) -> Any:
         """Where the example sets no end, an answer may be a whole story."""
-        return stream(self, *given, **({"max_tokens": 24} | own))
+        brief = {} if own.get("params") else {"max_tokens": 24}
+        return stream(self, *given, **(brief | own))
 
-    monkeypatch.setattr(LLM, "stream", brief)
+    monkeypatch.setattr(LLM, "stream", briefly)
     exec(compile(code, "example", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert printed.strip()
@@ -148,6 +153,133 @@ def test_the_forbidden_word_is_not_written(capsys: pytest.CaptureFixture[str]) -
     assert "Rosa" in capsys.readouterr().out
     exec(compile(code, "example", "exec"), {})
     assert "Rosa" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def file_of_an_example(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes a block of docs/python.md that has the name of a file, alone in a folder."""
+
+    def write(name: str) -> Path:
+        (code,) = (code for own, code in blocks("docs/python.md", "python") if own == name)
+        (tmp_path / name).write_text(code, encoding="utf-8")
+        return tmp_path / name
+
+    return write
+
+
+def run_python(*arguments: str | Path) -> str:
+    """What a Python of its own prints, which has to end well."""
+    own = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *map(str, arguments)],
+        env=own,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+@pytest.mark.full
+def test_a_model_is_loaded_in_a_spawned_process(
+    file_of_an_example: Callable[[str], Path],
+) -> None:
+    first, second = run_python(file_of_an_example("stories.py")).splitlines()
+    assert first.startswith("Once upon a time,")
+    assert second.startswith("The cat ")
+
+
+def test_a_fixture_loads_a_model_once(file_of_an_example: Callable[[str], Path]) -> None:
+    tests = file_of_an_example("test_story.py")
+    tests.with_name("conftest.py").write_text(
+        "import atexit, infer\n"
+        "load, calls = infer.load, []\n"
+        "infer.load = lambda *given, **own: calls.append(given) or load(*given, **own)\n"
+        "atexit.register(lambda: print(f'loaded {len(calls)}'))\n"
+    )
+    root = ["--rootdir", tests.parent, "-c", os.devnull, "-p", "no:cacheprovider"]
+    printed = run_python("-m", "pytest", *root, tests)
+    assert "2 passed" in printed
+    assert "loaded 1" in printed
+
+
+def test_an_app_of_fastapi_answers(
+    file_of_an_example: Callable[[str], Path], same_kernels: None
+) -> None:
+    pytest.importorskip("fastapi")
+    from starlette.testclient import TestClient
+
+    app = runpy.run_path(str(file_of_an_example("app.py")))["app"]
+    with TestClient(app) as client:
+        asked = {"prompt": "Once upon a time", "max_tokens": 8}
+        answer = client.get("/answer", params=asked).json()
+        assert answer["finish_reason"] == "length"
+        assert client.get("/story", params=asked).text.startswith(answer["text"])
+        for path, wrong in (("answer", {"max_tokens": 0}), ("story", {"prompt": "word " * 2000})):
+            refused = client.get(f"/{path}", params={**asked, **wrong})
+            assert refused.status_code == 400
+            assert refused.json()["detail"]
+
+
+def test_an_answer_of_fastapi_ends_when_the_client_goes_away(
+    file_of_an_example: Callable[[str], Path], same_kernels: None
+) -> None:
+    """Without a server between: the app is told so after the first piece."""
+    pytest.importorskip("fastapi")
+    app = runpy.run_path(str(file_of_an_example("app.py")))["app"]
+    scope = {
+        **{"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "GET"},
+        **{"path": "/story", "raw_path": b"/story", "query_string": b"prompt=Once upon a time"},
+        **{"headers": [], "scheme": "http", "http_version": "1.1", "root_path": ""},
+    }
+
+    async def ask() -> None:
+        first, streams = asyncio.Event(), []
+
+        async def receive() -> dict[str, Any]:
+            await first.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            if message.get("body"):
+                first.set()
+
+        async with app.router.lifespan_context(app):
+            llm = app.state.llm
+            astream = llm.astream
+
+            def long(prompt: str, **own: Any) -> Any:
+                streams.append(astream(prompt, **{**own, "max_tokens": 900, "ignore_eos": True}))
+                return streams[-1]
+
+            llm.astream = long
+            await app(scope, receive, send)
+            await llm.agenerate("Once", max_tokens=2)  # whose steps the other has no part in
+            assert 0 < streams[0].result.completion_tokens < 900
+
+    asyncio.run(ask())
+
+
+def test_the_table_of_errors_is_complete() -> None:
+    """With what is a kind of what."""
+    table = read("docs/python.md").partition("| error | when |")[2].partition("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    kinds: dict[str, str] = {}
+    for first, when, *advice in rows:
+        (name,) = re.findall(r"`(\w+)`", first)
+        if "—" not in first:
+            kinds[name] = above = name
+        else:
+            kinds[name] = above
+        assert when
+        assert advice
+    own = [each for each in vars(errors).values() if isinstance(each, type)]
+    tree = {each.__name__: each for each in own if issubclass(each, infer.InferError)}
+    assert sorted(kinds) == sorted(tree)
+    for name, above in kinds.items():
+        parent = tree[above] if above != name else infer.InferError
+        assert name == "InferError" or parent in tree[name].__bases__
+        assert getattr(infer, name) is tree[name]
 
 
 RunExample = Callable[..., dict[str, Any]]

@@ -493,6 +493,27 @@ def test_what_a_chat_template_leaves_out_is_told(caplog: pytest.LogCaptureFixtur
     assert [text for text in caplog.messages if "template" in text] == [f"fake: {told}"]
 
 
+def test_an_argument_that_the_chat_template_does_not_read_is_told() -> None:
+    engine = FakeEngine()
+    engine.templates = {"default": "{{ messages }}{{ date }}"}
+    with serving(fake_service(engine)) as address:
+
+        def told(**more: Any) -> str | None:
+            response, _ = ask(address, CHAT, {"messages": MESSAGES, **more})
+            return response.getheader("X-Infer-Warning")
+
+        for name, more in (
+            ("reasoning_effort", {"reasoning_effort": "low"}),
+            ("enable_thinking", {"chat_template_kwargs": {"enable_thinking": False}}),
+        ):
+            assert told(**more) == (
+                f"The chat template does not read {name}, which therefore changes nothing. Other "
+                "arguments that it reads: date."
+            )
+        assert told(reasoning_effort="none") is None  # as this model does
+        assert told(chat_template_kwargs={"date": "today"}) is None
+
+
 # Long prompts
 
 CHATS = ("/v1/messages", "/v1/messages/count_tokens", CHAT, "/api/chat")

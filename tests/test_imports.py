@@ -17,8 +17,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = {"numpy", "wgpu", "tokenizers", "huggingface_hub", "jinja2", "safetensors", "cffi"}
-# What the extras `structured` and `chat` install, and the one module that has it.
-EXTRA = {"llguidance": "infer.engine.constraint", "prompt_toolkit": "infer.cli.lines"}
+# What the extras `structured` and `chat` install, and pydantic, where a program has it: each is
+# imported by one module.
+EXTRA = {
+    "llguidance": "infer.engine.constraint",
+    "prompt_toolkit": "infer.cli.lines",
+    "pydantic": "infer.text.functions",
+}
 
 # Folder -> what its modules may import of this project.
 ALLOWED = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,6 +27,8 @@ from infer.kernels.compiler.invariant import InvariantTuning
 from infer.kernels.gpu.device import Device, DryDevice, Limits
 from infer.kernels.gpu.tensor import QUANTIZED
 from infer.kernels.ops import functional as ops
+from infer.kernels.ops.attention import AttentionMatrixVariant
+from infer.kernels.ops.linear_check import EMULATED
 from infer.kernels.ops.matmul_rows import LEAST_LANES, MOST_ROWS, RowsShape, matmul_rows_variant
 from infer.kernels.state.kv_cache import PAGE
 from infer.sampling import SamplingParams
@@ -147,6 +150,48 @@ def test_contexts_of_unlike_lengths(engine_of: EngineOf, case: str, rules: str) 
     alone = each_alone(engine_of(case, rules, context=1024, prefill_chunk=16), asked)
     many = engine_of(case, rules, context=1024, max_batch=4)
     assert not differing(coming_and_going(many, asked), alone)
+
+
+@pytest.mark.parametrize(
+    ("case", "rules", "options"),
+    [
+        ("llama", "adapter", {}),
+        pytest.param("llama", "gpu", {"kv_dtype": "f16", "dtype": "q4"}, marks=pytest.mark.full),
+        pytest.param("mixtral", "gpu", {"kv_dtype": "f16"}, marks=pytest.mark.full),
+    ],
+)
+def test_an_adapter_with_matrices(
+    engine_of: EngineOf,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    rules: str,
+    options: dict[str, Any],
+) -> None:
+    """They have more rows than one, and sum in another order: no step of an invariant engine takes
+    them, whatever its rows. The others do, as they would here."""
+    attention = AttentionMatrixVariant(EMULATED.shape, 32, 16, 16, 16, 16, emulated=True)
+    offered: dict[str, Callable[..., Any]] = {
+        "linear.matmul_matrix_variant": lambda *call: EMULATED,
+        "experts.expert_matrix_variant": lambda tuning, rows: replace(EMULATED, rows=rows),
+        "attention.attention_matrix_variant": lambda *call: attention,
+    }
+    for name, rule in offered.items():
+        monkeypatch.setattr(f"infer.kernels.ops.{name}", rule)
+    options = {"max_batch": 8, "prefill_chunk": 16, "cache_positions": 18 * PAGE} | options
+    usual = engine_of(case, rules, **options, invariant=False)
+    assert matrix_kernels(usual) >= {"matmul_matrix", "attention_matrix"}
+    engine = engine_of(case, rules, **options)
+    asked = requests(case)
+    alone = each_alone(engine, asked)
+    engine.forget()
+    assert not differing(coming_and_going(engine, asked), alone)
+    assert not matrix_kernels(engine)
+
+
+def matrix_kernels(engine: Engine) -> set[str]:
+    """Of all steps that have been lowered."""
+    kernels = [kernel for low in engine.steps.lowered.values() for kernel in low.kernels]
+    return {kernel.spec.name for kernel in kernels if "MATRIX" in dict(kernel.spec.params)}
 
 
 def test_without_it_bits_do_differ(engine_of: EngineOf) -> None:

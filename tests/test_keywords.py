@@ -14,9 +14,10 @@ from typing import Any, get_type_hints
 import pytest
 
 import infer
-from infer import keywords
-from infer.keywords import AnswerOptions, LoadOptions, Options, check_names
-from infer.sampling import SamplingOptions, SamplingParams
+from infer import calls, keywords
+from infer.calls import check_names
+from infer.keywords import LOAD_NAMES, AnswerOptions, LoadOptions, Options
+from infer.sampling import OF_CALLS, SamplingOptions, SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,6 +38,11 @@ def keyword_types(function: Any) -> dict[str, Any]:
 def test_options_of_answers_are_those_of_stream() -> None:
     named = keyword_types(infer.LLM.stream)
     assert get_type_hints(AnswerOptions) == named | get_type_hints(SamplingOptions)
+
+
+def test_options_of_calls_are_all_others() -> None:
+    others = AnswerOptions.__optional_keys__ - SamplingOptions.__optional_keys__
+    assert {*OF_CALLS} == others | {"n"}
 
 
 def test_options_of_both_are_those_of_load_and_stream() -> None:
@@ -66,10 +72,19 @@ with infer.load("demo", context=64, device=0, progress=print, engine={"fuse": Fa
     infer.generate(llm, "a", max_tokens=3)
 infer.generate("demo", "a", temperature=1, context=64, adapter=Path("b"), quantize="q4")
 infer.stream(Path("demo"), "a", top_p=0.9, offline=True, progress=False)
+one: str = infer.chat("demo", "a", infer.SamplingParams(), context=64).text
+several: list[infer.Result] = infer.generate("demo", ["a"], [infer.SamplingParams()])
+several = llm.generate(prompts=["a", "b"], params=infer.SamplingParams(), max_batch=3)  # refused
+several = llm.generate((text for text in "ab"), seed=3)
+infer.embed("demo", ["a", "b"], pooling="mean", context=64).sum()
+infer.load("demo", cache_memory="1GiB")
 
 infer.load("demo", contxt=64)  # refused
 infer.load("demo", context="64")  # refused
 infer.load("demo", temperature=1)  # refused
+infer.embed("demo", "a", temperature=1)  # refused
+llm.generate("a", "b")  # refused
+llm.embed("a", pool="mean")  # refused
 llm.generate("a", temperatur=1)  # refused
 llm.generate("a", temperature="hot")  # refused
 llm.chat("a", max_new_tokens=3)  # refused
@@ -114,7 +129,11 @@ def test_mypy_refuses_wrong_options_and_no_others(tmp_path: Path) -> None:
         ("stop_sequences", "stop"),
         ("temp", "temperature"),
         ("guided_json", "schema"),
-        ("guided_choice", "regex"),
+        ("guided_choice", "choices"),
+        ("max_length", "max_tokens"),
+        ("min_new_tokens", "min_tokens"),
+        ("bad_words_ids", "bad_words"),
+        ("request_timeout", "timeout"),
         ("structured_outputs", "schema"),
         ("logits_processors", "logits_processor"),
         ("n_ctx", "context, of load()"),
@@ -135,5 +154,69 @@ def test_a_name_like_no_other_gets_all() -> None:
 
 def test_names_of_other_engines_lead_to_ours() -> None:
     ours = {*Options.__optional_keys__, *keyword_types(infer.load)}
-    assert set(keywords._ELSEWHERE.values()) <= ours
-    assert not keywords._ELSEWHERE.keys() & ours
+    arguments = {"model", "prompt", "messages", "texts", "params"}
+    assert set(calls.ELSEWHERE.values()) <= ours | arguments | {"n"}
+    assert not (calls.ELSEWHERE.keys() | calls.INSTEAD.keys() - {"n"}) & (ours | arguments)
+    assert not calls.ELSEWHERE.keys() & calls.INSTEAD.keys()
+
+
+@pytest.mark.parametrize("name", sorted(calls.INSTEAD))
+def test_what_has_no_name_here_gets_what_to_do_instead(name: str) -> None:
+    for known, others in ((AnswerOptions.__optional_keys__, LOAD_NAMES), (LOAD_NAMES, ())):
+        with pytest.raises(infer.RequestError) as raised:
+            check_names([name], known, others, "load()")
+        text = str(raised.value)
+        assert text.startswith(f"{name} is not an option. ")
+        assert text.endswith((".", "]."))
+        assert "Did you mean" not in text
+        assert "{" not in text.replace('{"role"', "")
+
+
+def both(a: int, b: int = 2, *, c: int = 3) -> tuple[int, int, int]:
+    return a, b, c
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        ((), {}, "both() needs a: both(a)."),
+        ((1, 2, 3), {}, "both() takes a, b without a name: give everything else as name=value."),
+        ((1,), {"a": 2}, "a was given twice: by its place, and by its name."),
+        ((1,), {"cc": 2}, "cc is not an option. Did you mean c?"),
+        ((), {"d": 2}, "d is an option of others()."),
+    ],
+)
+def test_a_call_that_does_not_fit_is_an_error_of_ours(
+    args: tuple[int, ...], options: dict[str, int], message: str
+) -> None:
+    function = calls.checked((), ("d",), "others()", renamed={"second": "b"})(both)
+    assert function(1, c=4) == (1, 2, 4)
+    assert function(1, **{"second": 5}) == (1, 5, 3)  # type: ignore[arg-type]
+    with pytest.raises(infer.RequestError) as raised:
+        function(*args, **options)
+    assert str(raised.value) == message
+
+
+def test_a_type_error_of_a_function_itself_stays_one() -> None:
+    @calls.checked()
+    def wrong(a: Any) -> Any:
+        return a + "b"
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        wrong(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 5}, r"max_new_tokens is not an option. Did you mean max_tokens\?"),
+        ({"n": 4}, r"n is an option of generate\(\)"),
+        ({"tools": []}, r"tools is an option of generate\(\)"),
+        ({"tensor_parallel_size": 2}, "runs on one GPU"),
+    ],
+)
+def test_names_of_sampling_params(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(infer.RequestError, match=message):
+        SamplingParams(**options)
+    with pytest.raises(infer.RequestError, match="takes nothing without its name"):
+        SamplingParams(0.7)  # type: ignore[misc]

@@ -16,6 +16,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -631,6 +632,12 @@ def test_what_a_chat_template_leaves_out_is_warned_of(llm: LLM) -> None:
     assert len(all_) == 1
     llm.stream(COUNT, template_args={"template": source}).close()
     llm.stream(messages).close()
+    for function in (llm.stream, llm.chat, llm.generate, partial(infer.generate, llm)):
+        with pytest.warns(infer.InferWarning, match="does not read enable_thinking, w") as caught:
+            function(messages, max_tokens=1, template_args={"enable_thinking": False})
+        assert [warning.filename for warning in caught] == [__file__]
+    with pytest.warns(infer.InferWarning, match="enable_thinking belong to chat messages"):
+        llm.stream(STORY, template_args={"enable_thinking": False}).close()
 
 
 # Streams

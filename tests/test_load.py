@@ -123,3 +123,12 @@ def test_a_folder_of_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert llm.generate([5, 6], max_tokens=30).finish_reason == "length"
     with pytest.raises(infer.RequestError, match="is there already"):
         make["write"]("tiny", tmp_path / "tiny")
+    values = [(tmp_path / "tiny" / "model.safetensors").read_bytes()]
+    for seed in (0, 1):
+        make["write"]("tiny", tmp_path / f"{seed}", 1, seed)
+        values.append((tmp_path / f"{seed}" / "model.safetensors").read_bytes())
+    assert values[0] == values[1] != values[2]
+    hybrid = make["first_layers"]("qwen3-next-80b-a3b", 3)
+    assert len(hybrid.get("layer_types", "abc")) == hybrid["num_hidden_layers"] == 3
+    with pytest.raises(infer.RequestError, match="tiny has 1 layers, of which 2 cannot"):
+        make["write"]("tiny", tmp_path / "more", 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,30 @@ from projections import FORMS, projection
 from reference_models import load
 from test_kernels import LIMIT, Case, Factors, normal, pairwise
 
+import infer
+from infer.engine.engine import Engine
 from infer.kernels.checks.arrays import rounded, to_gpu
-from infer.kernels.checks.bench import Bench
-from infer.kernels.checks.inputs import FLOATS, PUBLISHED
+from infer.kernels.checks.bench import TILED, Bench
+from infer.kernels.checks.inputs import FLOATS, PUBLISHED, grouped
 from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.tuning import Tuning
-from infer.kernels.errors import UnsupportedError
+from infer.kernels.gpu.codes import TABLES
 from infer.kernels.gpu.device import Device, Limits, Settings
-from infer.kernels.gpu.half_range import check_half_range, largest
 from infer.kernels.gpu.native.library import MatrixShape
+from infer.kernels.gpu.pack import from_bf16, to_bf16
+from infer.kernels.gpu.row_scales import scale_rows
 from infer.kernels.gpu.shader import _WORKGROUP, Declared, KernelSpec, render
-from infer.kernels.gpu.tensor import QUANTIZED
-from infer.kernels.ops.linear_check import EMULATED, ByMatrix, matmul, run_matmul_matrix
+from infer.kernels.gpu.tensor import QUANTIZED, Grouping
+from infer.kernels.ops.head_linear import HeadLinear
+from infer.kernels.ops.linear_check import (
+    EMULATED,
+    ByMatrix,
+    head_linear,
+    matmul,
+    run_matmul_matrix,
+)
 from infer.kernels.ops.matmul_matrix import MatrixVariant, matmul_matrix_variant
+from infer.models.loading.checkpoint import Checkpoint
 from infer.sampling import SamplingParams
 
 CASES: Factors = {
@@ -105,7 +116,9 @@ def test_matrices_lie_at_multiples_of_16_bytes(stored: str, matrix: str) -> None
     named: dict[str, Any] = {"BIAS": True, "RESIDUAL": True, "ACTIVATION": "none", "SCALE": 1.0}
     named |= {"GROUP_SIZE": 32, "SCALES": "f16", "OFFSET": "none", "SHIFT": 0, "WEIGHT": stored}
     named |= {"K": 4096, "N": 4096, "START": 0, "Y_STRIDE": 4096, "SPLIT_ROWS": 0, "GATED": False}
+    named |= {"X_WIDTH": 4096, "X_OFFSET": 0, "X_HEAD": 0, "Y_HEAD": 0}
     named |= {"GROUPED": False, "X_SLOTS": 1, "FIRST_EXPERT": 0, "SHARD_EXPERTS": 0}
+    named |= {"ROW_SCALES": True}
     shader = render(KernelSpec.of("matmul_matrix", **named | variant.params | {"MATRIX": matrix}))
     kinds = _WORKGROUP.findall(f"\n{shader.code}")
     sizes = [Declared.of(shader.code).layout(kind)[1] for kind in kinds]
@@ -160,21 +173,25 @@ def test_columns_are_shared_where_tiles_are_few(device: Device) -> None:
 # Models
 
 
+def choose_by_matrices(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    """Everything takes emulated matrices, few rows too."""
+    choose = ByMatrix(device).choose
+
+    def by_matrix(self: Tuning, rule: Any, *call: Any) -> Any:
+        return choose(rule, *call)
+
+    monkeypatch.setattr(Tuning, "choose", by_matrix)
+    for module in ("linear", "experts", "matmul_rows"):
+        monkeypatch.setattr(f"infer.kernels.ops.{module}.MOST_ROWS", 8, raising=False)
+
+
 @pytest.mark.parametrize("case", ["llama", pytest.param("mixtral", marks=pytest.mark.full)])
 def test_logits_are_much_nearer_than_those_of_bf16(
     own_device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """What transformers computes of these models in bf16 has an NMSE of 3e-4 and 5e-4. Greedy
     tokens are those of f32."""
-    choose = ByMatrix(own_device).choose
-
-    def by_matrix(self: Tuning, rule: Any, *call: Any) -> Any:
-        return choose(rule, *call)
-
-    monkeypatch.setattr(Tuning, "choose", by_matrix)
-    # Few rows go through matrices too.
-    for module in ("linear", "experts", "matmul_rows"):
-        monkeypatch.setattr(f"infer.kernels.ops.{module}.MOST_ROWS", 8, raising=False)
+    choose_by_matrices(monkeypatch, own_device)
     reference = load(case)
     folder = reference.write_checkpoint(tmp_path / case)
     with own_device.scope():
@@ -189,35 +206,142 @@ def test_logits_are_much_nearer_than_those_of_bf16(
     assert "matmul_matrix" in names
 
 
-# Weights
+# Weights beyond f16
 
 
-def test_the_largest_value_of_a_weight_is_found(
+@pytest.mark.parametrize("stored", ["bf16", "f32", "q8", "e4m3", "mxfp4"])
+@pytest.mark.parametrize("variant", CASES["variant"][:3])
+def test_rows_of_weights_of_any_size(
+    device: Device, rng: np.random.Generator, stored: str, variant: MatrixVariant
+) -> None:
+    """Each row has a size of its own, to the ends of bf16; activations are large too. Whatever f32
+    holds of the result is right, for its row of activations and of weights."""
+    powers = np.array([127, 100, 60, 20, 16, 0, -15, -30, -70, -100, -120, -126])
+    dtypes = {
+        "q8": Grouping(32, "f32"),
+        "e4m3": Grouping(128, "f32"),
+        "mxfp4": Grouping(32, "e8m0"),
+    }
+    weight: Any
+    if stored in dtypes:  # codes of 0 to 2^8 at the most
+        powers = powers.clip(-100, 118)
+        codes, _ = grouped(rng, (36, 130), stored, dtypes[stored])
+        scales = rounded(np.ldexp(codes.scales, np.repeat(powers, 3)[:, None]), "f32")
+        scales = rounded(scales, dtypes[stored].dtype)
+        weight = replace(codes, scales=scales)
+        table = TABLES[stored][codes.codes] if stored in TABLES else codes.codes
+        values = np.repeat(scales, dtypes[stored].group, axis=1)[:, :130].astype(np.float64) * table
+    else:
+        values = np.clip(normal(rng, 36, 130), -1.9, 1.9)
+        weight = values = rounded(np.ldexp(values, np.repeat(powers, 3)[:, None]), stored)
+        assert np.abs(values).max() > 3e38
+    x = rounded(normal(rng, 12, 130), "f16")
+    x = np.ldexp(x, np.array([20, 20, 0, 0, 60, -60, 110, -110, 126, -126, 16, -16])[:, None])
+    expected = matmul(x, values)
+    with device.scope():
+        y = run_matmul_matrix(Bench(device), x, weight, variant, dtype=stored)
+    norms = np.linalg.norm(x.astype(np.float64), axis=1)[:, None] * np.linalg.norm(
+        values.astype(np.float64), axis=1
+    )
+    # What comes near the largest f32 on its way may be beyond it, and the least may become zero.
+    held = (norms < 1e37) & (norms > 1e-34)
+    assert held[:2].sum() > 30
+    assert np.isfinite(y[held]).all()
+    assert (np.abs(y - expected)[held] <= 2e-3 * norms[held]).all()
+    assert (np.abs(y[norms <= 1e-34]) < 1e-33).all()
+    assert nmse(y[held] / norms[held], (expected / norms)[held]) < 1e-6
+
+
+def test_only_weights_beyond_f16_have_scales(
     open_device: OpenDevice, rng: np.random.Generator
 ) -> None:
+    """In every shard, of powers of two, by which the largest value of a row is from 2^14 on."""
     small = open_device(Settings(max_binding=160_000))
     with small.scope():
         values = normal(rng, 300, 300)
+        usual = to_gpu(small, values), to_gpu(small, np.zeros((9, 64))), to_gpu(small, values[0])
         values[299, 299] = -7e4
-        weight = to_gpu(small, values)
-        assert len(weight.shards) == 3
-        assert largest(small, {"w": weight})["w"] == np.float32(7e4)
+        large = to_gpu(small, values)
+        values[299] = 2.0**-15
+        values[298] = 0
+        tiny = to_gpu(small, values)
+        scale_rows(small, [*usual, large, tiny])
+        assert not any(weight.row_scales for weight in usual)
+        for weight, last in ((large, 2.0**2), (tiny, 2.0**-29)):
+            assert len(weight.shards) == 3
+            scales = [small.read(weight.row_scales[s], np.float32, s.rows) for s in weight.shards]
+            assert np.concatenate(scales)[299] == last
+            assert set(weight.row_scales.values()) < set(weight.buffers)
 
 
-def test_weights_beyond_f16_are_refused(
-    device: Device, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """bf16 holds more; without matrices nothing becomes f16."""
-    values = normal(rng, 9, 64)
-    values[3, 5] = 2.0**20
-    monkeypatch.setattr(device, "matrices", ())
+def test_rows_of_weights_beyond_f16_in_pairs(device: Device, rng: np.random.Generator) -> None:
+    x = rounded(normal(rng, 20, 64), "f16")
+    weight = rounded(normal(rng, 42, 64), "bf16")
+    weight[3::7] *= np.float32(2.0**40)
+    weight[5::7] *= np.float32(2.0**-40)
+    weight[21:] *= np.float32(2.0**-30)
+    gate, up = np.split(matmul(x, weight), 2, axis=1)
     with device.scope():
-        weights = {
-            "good": to_gpu(device, values[:3]),
-            "layers.1.up": to_gpu(device, values, "bf16"),
-        }
-        check_half_range(device, weights)
-        monkeypatch.setattr(device, "matrices", (MatrixShape(16, 16, 16),))
-        check_half_range(device, {"good": weights["good"]})
-        with pytest.raises(UnsupportedError, match=re.escape("up has values up to 1.05e+06")):
-            check_half_range(device, weights)
+        y = run_matmul_matrix(Bench(device), x, weight, EMULATED, dtype="bf16", gated=True)
+    with np.errstate(over="ignore"):
+        expected = gate / (1 + np.exp(-gate)) * up
+    for column, exact in zip(y.T, expected.T, strict=True):
+        assert nmse(column, exact) < 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("case", "up", "down"), [("llama", "up_proj", "down_proj"), ("mixtral", "w3", "w2")]
+)
+def test_a_model_whose_weights_f16_does_not_hold(
+    own_device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    up: str,
+    down: str,
+) -> None:
+    """Kernels are compiled before the weights are read, so that it is once more done for these. Up
+    times 2^20 or 2^-30, and down less by that, are the same model."""
+    choose_by_matrices(monkeypatch, own_device)
+    reference = load(case)
+    folder = reference.write_checkpoint(tmp_path / case)
+    for name, info in Checkpoint.open(folder).tensors.items():
+        if up not in name and down not in name:
+            continue
+        assert info.dtype == "bf16"
+        own: Any = {"offset": info.offset, "shape": info.shape, "mode": "r+"}
+        bits = np.memmap(info.file, np.uint16, **own)
+        power = (20 if "layers.0" in name else -30) * (1 if up in name else -1)
+        bits[:] = to_bf16(np.ldexp(from_bf16(bits), power))
+        bits.flush()
+    with own_device.scope():
+        engine = build_engine(own_device, folder)
+        engine.compile()
+        scale_rows(own_device, engine.weights.values())
+        engine.weights_are_read()
+        logits = np.concatenate(list(engine.logits(reference.prompt_ids.tolist())))
+    assert 0 < nmse(logits, reference.logits) < 5e-6
+    made = [spec for spec in own_device._pipelines if spec.name == "matmul_matrix"]
+    assert {dict(spec.params)["ROW_SCALES"] for spec in made} == {True, False}
+
+
+def test_loading_ends_with_what_is_known_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(Engine, "compile", lambda *_: done.append("compiled"))
+    monkeypatch.setattr(Engine, "weights_are_read", lambda _: done.append("read"))
+    infer.load("demo", context=64, max_batch=1).close()
+    assert done == ["compiled", "read"]
+
+
+def test_rows_of_weights_beyond_f16_of_heads(device: Device, rng: np.random.Generator) -> None:
+    heads, n, k = 3, 21, 128
+    x, weight = rounded(normal(rng, 20, heads * k), "f16"), rounded(normal(rng, 63, k), "f16")
+    scales = np.exp2(np.resize([40, 0, -40], heads * n))
+    with device.scope():
+        bench = Bench(device, tuning=ByMatrix(device))
+        stored = to_gpu(device, (weight * scales[:, None]).astype(np.float32))
+        scale_rows(device, [stored])
+        assert stored.row_scales
+        y = bench.run(HeadLinear(bench.input(x), stored, heads), plan_rows=TILED)
+    assert nmse(y / scales, head_linear(x, weight.reshape(heads, n, k))) <= LIMIT

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tomllib
 import venv
 import zipfile
 from collections.abc import Callable
@@ -20,14 +19,12 @@ from marks import others_full
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("infer/kernels", "infer/models")
+# Packages, and their folders in a clone.
 FOLDERS = {
-    package: package.removeprefix("infer/") if package.startswith(LINKED) else package
-    for package in (
-        name.replace(".", "/")
-        for name in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
-            "packages"
-        ]
-    )
+    f"{link}{path.parent.as_posix().removeprefix(folder)}": path.parent.as_posix()
+    for link, folder in zip(("infer", *LINKED), ("infer", "kernels", "models"), strict=True)
+    for path in (found.relative_to(ROOT) for found in (ROOT / folder).rglob("__init__.py"))
+    if not path.as_posix().startswith(LINKED)
 }
 STORY = "Once upon a time"
 
@@ -42,7 +39,15 @@ def packaged(*patterns: str) -> dict[str, Path]:
     }
 
 
-WANTED = packaged("*.py", "py.typed", "wgsl/*/*.wgsl", "demo/*.*", "demo/draft/*", "*.html")
+WANTED = packaged(
+    "*.py",
+    "py.typed",
+    "wgsl/*/*.wgsl",
+    "demo/*.*",
+    "demo/draft/*",
+    "page/*.*",
+    "page/vendor/*.*",
+)
 
 
 def run(*command: str | Path, cwd: Path = Path("/"), **variables: str) -> str:
@@ -185,7 +190,7 @@ def installed_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         text = (tree / "scripts" / script).read_text(encoding="utf-8")
         (command,) = re.findall(r"^install_package .*$", text, re.M)
         venv.create(tree / ".venv", with_pip=True)
-        run("bash", "-c", f"source scripts/lib.sh; {command}", cwd=tree, PIP_NO_DEPS="1")
+        run("bash", "-c", f"source scripts/lib.sh; {command} --no-deps", cwd=tree)
         return tree
 
     return install_as
@@ -205,9 +210,20 @@ reveal_type(infer.UnsupportedError)
 def test_it_is_found_beside_a_clone_of_its_name(
     installed_by: Callable[[str], Path], script: str
 ) -> None:
-    """By Python and by mypy, though the folder that one is in has a folder infer in it."""
+    """By Python and by mypy, though the folder that one is in has a folder infer in it. With no
+    option: quickstart.sh installs a copy, test.sh as editable."""
     tree = installed_by(script)
-    python, folder = tree / ".venv" / "bin" / "python", tree.parent
+    assert_found(tree / ".venv" / "bin" / "python", tree.parent)
+
+
+@pytest.mark.full
+@pytest.mark.packaging
+def test_the_wheel_has_its_types(clean: Path, tmp_path: Path) -> None:
+    assert_found(clean / "python", tmp_path)
+
+
+def assert_found(python: Path, folder: Path) -> None:
+    """By Python and by mypy, from a folder."""
     code = "import infer.models.loading.formats; print(infer.__version__, infer.RequestError)"
     assert run(python, "-c", code, cwd=folder).endswith("errors.RequestError'>\n")
     (folder / "program.py").write_text(PROGRAM)
@@ -238,15 +254,10 @@ def test_changes_in_the_tree_that_is_tested_count_at_once(
 @pytest.mark.packaging
 @pytest.mark.parametrize("links", ["files", "gone"])
 def test_a_clone_without_links_installs(tmp_path: Path, links: str) -> None:
-    """As a copy, and as editable in both of setuptools' ways."""
+    """As a copy, and as editable."""
     tree = copy_of_the_tree(tmp_path / "tree", links)
     programs = environment(tmp_path / "environment")
-    editable = ("--no-deps", "--editable", tree)
-    for arguments in (
-        (tree,),
-        ("--config-settings", "editable_mode=compat", *editable),
-        editable,
-    ):
+    for arguments in ((tree,), ("--no-deps", "--editable", tree)):
         install(programs, *arguments)
         where = run(programs / "python", "-c", "import infer; print(infer.__file__)")
         own = tree if "--editable" in arguments else programs.parent

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import hashlib
 import itertools
 import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +64,7 @@ class ScriptedEngine(FakeEngine):
         self.endless = self.without_template = False
         self.thoughts: Sequence[str] = ()
         self.prompts: list[Any] = []
+        self.template_args: list[Mapping[str, Any]] = []
 
     async def encode(
         self,
@@ -71,6 +76,7 @@ class ScriptedEngine(FakeEngine):
         if self.without_template and not isinstance(prompt, str):
             raise NoChatTemplateError("This model has no chat template.")
         self.prompts.append(prompt)
+        self.template_args.append(template_args)
         return [1, 2, 3]
 
     def answer(self) -> ScriptedAnswer:
@@ -95,18 +101,34 @@ def test_the_page_is_open_and_runs_nothing_but_its_own_script() -> None:
         for part in (response.getheader("content-security-policy") or "").split(";")
     )
     for tag in ("script", "style"):
-        (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag.encode(), tag.encode()), data, re.S)
-        digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
-        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+        contents = re.findall(rb"<%b>(.*?)</%b>" % (tag.encode(), tag.encode()), data, re.S)
+        digests = [base64.b64encode(hashlib.sha256(each).digest()).decode() for each in contents]
+        assert contents
+        assert policy[f"{tag}-src"].split() == [f"'sha256-{digest}'" for digest in digests]
     assert (policy["default-src"], policy["connect-src"]) == ("'none'", "'self'")
     assert policy["require-trusted-types-for"] == "'script'"
     assert response.getheader("x-content-type-options") == "nosniff"
-    text = data.decode()
-    assert not re.findall(r"(?i)innerHTML|insertAdjacent|document\.write|\beval\b|Function\(", text)
+    text = re.sub(r"(?s)<script>.*?</script>", "", data.decode(), count=1)  # the libraries
+    assert not re.findall(
+        r"(?i)innerHTML|insertAdjacent|document\.write|\beval\b|\bFunction\(", text
+    )
     assert not re.findall(r"""(?i)\s(?:style|on\w+|src)=["']""", text)
     hrefs = re.findall(r"""href=["']([^"']*)""", text)
     assert hrefs
     assert all(href.startswith(("#", "data:image/svg+xml,")) for href in hrefs)
+
+
+def test_the_page_is_one_request_and_cached() -> None:
+    with serving(fake_service(ScriptedEngine("x"))) as address:
+        response, data = ask(address, "/")
+        tag = response.getheader("etag") or ""
+        assert len(data) < 500_000
+        again, nothing = ask(address, "/", headers={"If-None-Match": tag})
+        assert (again.status, nothing, again.getheader("etag")) == (304, b"", tag)
+        assert ask(address, "/", headers={"If-None-Match": '"old"'})[1] == data
+        packed, body = ask(address, "/", headers={"Accept-Encoding": "br, gzip"})
+        assert packed.getheader("content-encoding") == "gzip"
+        assert gzip.decompress(body) == data
 
 
 def test_a_model_without_a_chat_template_is_told_by_a_code() -> None:
@@ -141,12 +163,15 @@ Open = Callable[..., Any]
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Open]:
     """Opens the page on an engine, and waits until it knows the models. Nothing may go wrong in it,
-    nor anything be asked of another server."""
+    nor anything be asked of another server. init: a script that runs before the page's own."""
     wrong: list[str] = []
     contexts, servers = [], []
 
     def open_one(
-        served: ScriptedEngine | Host, api_keys: Sequence[str] = (), **context: Any
+        served: ScriptedEngine | Host,
+        api_keys: Sequence[str] = (),
+        init: str = "",
+        **context: Any,
     ) -> Any:
         if isinstance(served, ScriptedEngine):
             served = fake_service(served, api_keys=api_keys, keepalive=600)
@@ -154,6 +179,7 @@ def open_page(browser: Any) -> Iterator[Open]:
         address = server.__enter__()
         servers.append(server)
         contexts.append(browser.new_context(**context))
+        contexts[-1].add_init_script(init)
         page = contexts[-1].new_page()
         page.set_default_timeout(30_000)
         page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -169,7 +195,7 @@ def open_page(browser: Any) -> Iterator[Open]:
         page.on("console", told)
         page.on("request", requested)
         page.goto(address)
-        until(page, "models.length || serverError")
+        until(page, "app.models.length || app.serverError")
         return page
 
     yield open_one
@@ -205,10 +231,24 @@ def last_answer(page: Any) -> str:
 
 def stored(page: Any) -> list[dict[str, Any]]:
     """The conversations that the browser keeps."""
-    texts = page.evaluate(
-        "Object.entries(localStorage).filter(([k]) => k.startsWith(CHAT)).map(([, v]) => v)"
+    chats: list[dict[str, Any]] = page.evaluate(
+        """() => new Promise((done) => {
+            const asked = indexedDB.open("infer");
+            asked.onsuccess = () => {
+                const all = asked.result.transaction("chats").objectStore("chats").getAll();
+                all.onsuccess = () => { asked.result.close(); done(all.result); };
+            };
+        })"""
     )
-    return [json.loads(text) for text in texts]
+    return chats
+
+
+def titles(page: Any) -> list[str]:
+    """Of the conversations in the list."""
+    found: list[str] = page.evaluate(
+        "[...document.querySelectorAll('#chats .open')].map(e => e.firstChild.data)"
+    )
+    return found
 
 
 def test_a_conversation(open_page: Open) -> None:
@@ -250,22 +290,155 @@ def test_a_conversation(open_page: Open) -> None:
     assert len(engine.prompts[3]) == 5
 
 
+def test_the_modules_import_what_they_need(browser: Any) -> None:
+    """They are sent as one script, in which nothing needs to be imported: here a browser takes them
+    as the modules that they are."""
+    folder = files("infer.server").joinpath("page")
+    context = browser.new_context()
+    page = context.new_page()
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+
+    def module(route: Any) -> None:
+        name = route.request.url.rsplit("/", 1)[1]
+        text = folder.joinpath(name).read_text(encoding="utf-8")
+        route.fulfill(body=text, content_type="text/javascript")
+
+    text = folder.joinpath("page.html").read_text(encoding="utf-8")
+    module_script = '<script type="module">import "./main.js";'
+    text = text.replace("<script>\n{{ script }}", module_script).replace("{{ entities }}", "{}")
+    names = ("temml", "prism")
+    libraries = (folder.joinpath(f"vendor/{name}.min.js").read_text("utf-8") for name in names)
+    text = text.replace("{{ libraries }}", "".join(libraries).replace("</script", ""))
+    with serving(fake_service(ScriptedEngine("*a* `b`"))) as address:
+        page.route("**/*.js", module)
+        page.route(f"{address}/", lambda route: route.fulfill(body=text, content_type="text/html"))
+        page.goto(address)
+        page.wait_for_selector(".empty h2:text('tiny')")
+        say(page, "Hi")
+        page.wait_for_selector("article em")
+        ended(page)
+    context.close()
+    assert not wrong
+
+
+def shown(page: Any) -> list[str]:
+    """The texts of the messages that are shown."""
+    texts: list[str] = page.evaluate(
+        "[...document.querySelectorAll('.said, article .md:not([hidden])')].map(e => e.innerText)"
+    )
+    return texts
+
+
+def of_message(page: Any, number: int, label: str) -> Any:
+    """A button of a message."""
+    return page.locator("article").nth(number).get_by_role("button", name=label, exact=True)
+
+
+def test_earlier_answers_are_kept(open_page: Open) -> None:
+    engine = ScriptedEngine("One.", "Two.", "Three.", "Four.")
+    page = open_page(engine)
+    say(page, "Hi")
+    ended(page)
+    for _ in range(2):
+        of_message(page, 1, "Regenerate").click()
+        ended(page)
+    assert shown(page) == ["Hi", "Three."]
+    assert "3 of 3" in page.inner_text(".versions")
+    of_message(page, 1, "Previous version").click()
+    assert shown(page) == ["Hi", "Two."]
+    assert page.inner_text("#spoken") == "Version 2 of 3."
+    assert page.evaluate("document.activeElement.title") == "Previous version"
+    page.keyboard.press("Enter")
+    assert shown(page) == ["Hi", "One."]
+    assert of_message(page, 1, "Previous version").is_disabled()
+    assert page.evaluate("document.activeElement.title") == "Next version"
+    page.keyboard.press("Enter")
+    say(page, "Go on")
+    ended(page)
+    assert shown(page) == ["Hi", "Two.", "Go on", "Four."]
+    assert [each["content"] for each in engine.prompts[3]] == ["Hi", "Two.", "Go on"]
+    of_message(page, 1, "Next version").click()
+    assert shown(page) == ["Hi", "Three."]
+    page.reload()
+    page.wait_for_selector(".versions")
+    assert shown(page) == ["Hi", "Three."]
+    of_message(page, 1, "Previous version").click()
+    assert shown(page) == ["Hi", "Two.", "Go on", "Four."]
+
+
 @pytest.mark.full
-def test_the_last_message_can_be_edited(open_page: Open) -> None:
+def test_a_message_is_edited(open_page: Open) -> None:
+    """Any of the user's: what came after it stays with the old version."""
     engine = ScriptedEngine("One.", "Two.", "Three.")
     page = open_page(engine)
     for text in ("first", "second"):
         say(page, text)
         ended(page)
-    assert page.locator("text=Edit").count() == 1
-    page.click("text=Edit")
+    of_message(page, 0, "Edit").click()
     page.keyboard.press("Escape")
     assert page.locator(".editor").count() == 0
-    page.click("text=Edit")
+    of_message(page, 0, "Edit").click()
     page.fill(".editor textarea", "changed")
     page.keyboard.press("Enter")
-    until(page, "document.querySelector('article:last-child').innerText.includes('Three')")
-    assert [message["content"] for message in engine.prompts[2]] == ["first", "One.", "changed"]
+    ended(page)
+    assert shown(page) == ["changed", "Three."]
+    assert [message["content"] for message in engine.prompts[2]] == ["changed"]
+    of_message(page, 0, "Previous version").click()
+    assert shown(page) == ["first", "One.", "second", "Two."]
+
+
+def test_an_answer_is_edited_and_goes_on(open_page: Open) -> None:
+    engine = ScriptedEngine("One two.", " three.", "Yes.")
+    page = open_page(engine)
+    say(page, "Count")
+    ended(page)
+    of_message(page, 1, "Edit").click()
+    page.fill(".editor textarea", "One, two,")
+    page.keyboard.press("Tab")  # over Cancel
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert shown(page) == ["Count", "One, two,"]
+    assert "Edited" in page.inner_text("article:last-child .foot")
+    of_message(page, 1, "Continue").click()
+    ended(page)
+    assert shown(page) == ["Count", "One, two, three."]
+    assert engine.prompts[1][-1] == {"role": "assistant", "content": "One, two,"}
+    assert engine.template_args[1] == {"continue_final_message": True}
+    say(page, "More")
+    ended(page)
+    assert engine.prompts[2][1] == {"role": "assistant", "content": "One, two, three."}
+    assert engine.template_args[2] == {}
+    of_message(page, 1, "Previous version").click()
+    assert shown(page) == ["Count", "One two."]
+
+
+@pytest.mark.full
+def test_an_answer_that_broke_off_goes_on(open_page: Open) -> None:
+    engine = ScriptedEngine(" whole.")
+    page = open_page(engine)
+    page.route(CHAT, lambda route: route.fulfill(**sse({"content": "Half, then"}, end="")))
+    say(page, "Hi")
+    page.wait_for_selector(".failed")
+    page.unroute(CHAT)
+    of_message(page, 1, "Continue").click()
+    ended(page)
+    assert shown(page) == ["Hi", "Half, then whole."]
+    assert page.locator(".failed, .note, .versions").count() == 0
+
+
+NUMBERS = {
+    "Temperature": 0.7,
+    "Top p": 0.9,
+    "Max tokens": 50,
+    "Seed": 7,
+    "Top k": 40,
+    "Min p": 0.05,
+    "Repetition penalty": 1.1,
+    "Presence penalty": 0.5,
+    "Frequency penalty": -0.25,
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}}}
 
 
 @pytest.mark.full
@@ -273,26 +446,67 @@ def test_settings_are_sent(open_page: Open) -> None:
     engine = ScriptedEngine("x")
     page = open_page(engine)
     page.click("#open-settings")
+    page.click("text=More sampling options")
     page.get_by_label("System prompt").fill("Be brief.")
-    for name, value in (
-        ("Temperature", "0.7"),
-        ("Top p", "0.9"),
-        ("Max tokens", "50"),
-        ("Seed", "7"),
-    ):
-        page.get_by_label(name).fill(value)
+    for name, value in NUMBERS.items():
+        page.get_by_label(name).fill(str(value))
     page.get_by_label("Top p").fill("9")  # is out of range: what was there before counts
+    page.get_by_label("Stop strings").fill("END\n\n \\n\\n")
+    schema = page.get_by_label("JSON schema")
+    schema.fill(json.dumps(SCHEMA))
+    page.get_by_label("Other parameters").fill('{"logit_bias": {"3": -1}, "temperature": 9}')
+    for text, told in (("{", "This is no JSON: "), ("[1]", "This is no JSON object.")):
+        schema.fill(text)
+        assert told in page.inner_text("#schema-error")
     page.keyboard.press("Escape")
+    assert page.get_attribute("#open-settings", "title") == "Settings, some of which are set"
     page.select_option("#model", "sql")
     say(page, "Hi")
     ended(page)
     prompt, (_, params, adapter) = engine.prompts[0], engine.asked[0]
     assert prompt[0] == {"role": "system", "content": "Be brief."}
-    assert params == SamplingParams(temperature=0.7, top_p=0.9, max_tokens=50, seed=7)
+    given = {name.lower().replace(" ", "_"): value for name, value in NUMBERS.items()}
+    assert params == SamplingParams(
+        **given, stop=("END", " \n\n"), schema=SCHEMA, logit_bias={3: -1}
+    )
     assert adapter == "sql"
     page.reload()
     page.click("#open-settings")
     assert page.get_by_label("Seed").input_value() == "7"
+    assert page.get_by_label("Min p").is_visible()
+    assert json.loads(schema.input_value()) == SCHEMA
+    assert page.inner_text("#schema-error") == ""
+    for name in ("JSON schema", "Other parameters", "Stop strings", *NUMBERS):
+        page.get_by_label(name).fill("")
+    page.keyboard.press("Escape")
+    say(page, "Hi")
+    ended(page)
+    assert engine.asked[1][1] == SamplingParams()
+    page.click("#open-settings")
+    page.get_by_label("System prompt").fill("")
+    page.keyboard.press("Escape")
+    assert page.get_attribute("#open-settings", "title") == "Settings"
+
+
+THINKING = {
+    "The model’s own": {},
+    "Off": {"reasoning_effort": "none", "enable_thinking": False, "thinking": False},
+    "On": {"enable_thinking": True, "thinking": True},
+    "On, low effort": {"reasoning_effort": "low", "enable_thinking": True, "thinking": True},
+}
+
+
+@pytest.mark.full
+def test_thinking_is_asked_for(open_page: Open) -> None:
+    engine = ScriptedEngine("x")
+    page = open_page(engine)
+    for name in THINKING:
+        page.click("#open-settings")
+        page.get_by_label("Thinking").select_option(name)
+        page.keyboard.press("Escape")
+        say(page, "Hi")
+        ended(page)
+    assert engine.template_args == [*THINKING.values()]
 
 
 @pytest.mark.full
@@ -389,6 +603,13 @@ LONG = {
     "nested emphasis": "*a **b " * 1500 + "c* d** " * 1500,
     "titles": '[a](b "' * 3000,
     "entities": "&a" * 3000,
+    "dollars": "$a" * 5000,
+    "open formulas": "$$a\n\n" * 2000,
+    "formulas in lines": "$a_1$ " * 1000,
+    "deep formulas": "$" + "{" * 1900 + "x" + "}" * 1900 + "$ $" + "\\sqrt" * 700 + "x$",
+    "macros": "$\\def\\a{\\b\\b}\\def\\b{\\a\\a}\\a$",
+    "code": "```css\n" + (", " * 30 + "\n") * 500 + "```\n",
+    "long lines of code": "```yaml\n" + ":" * 20000,
 }
 
 
@@ -533,6 +754,93 @@ def test_markdown_that_grows_is_the_same(browser: Any) -> None:
     assert differ == []
 
 
+MATHS = r"""The roots of $ax^2+bx+c=0$ are, for \(a \ne 0\),
+
+$$x = \frac{-b \pm \sqrt{b^2-4ac}}{2a}$$, as
+
+\[
+\begin{align} y &= f'(x) \\ z &= \mathcal{L} \end{align}
+\]
+
+It costs $5 and then $10, or 5$ and 6$. \$x\$ `$y$` $\nosuch{x}$ \(\bad{\)"""
+
+
+def test_formulas_are_mathml(open_page: Open) -> None:
+    page = open_page(ScriptedEngine(MATHS))
+    say(page, "Hi")
+    ended(page)
+    said = page.locator("article:last-child .md")
+    names = page.evaluate(
+        """() => [...document.querySelectorAll("article math")].map((math) =>
+            [...math.querySelectorAll("*")].map((e) => e.localName).filter((name) =>
+                ["msup", "mfrac", "msqrt", "mtable"].includes(name)))"""
+    )
+    assert names == [["msup"], [], ["mfrac", "msqrt", "msup"], ["mtable", "msup"]]
+    assert page.evaluate(
+        "[...document.querySelectorAll('article math')].map((e) => e.namespaceURI)"
+    ) == ["http://www.w3.org/1998/Math/MathML"] * len(names)
+    end = "It costs $5 and then $10, or 5$ and 6$. $x$ $y$ $\\nosuch{x}$ \\(\\bad{\\)"
+    assert said.locator("p").last.inner_text() == end
+    box = said.locator("mfrac").bounding_box()
+    assert box["height"] > said.locator("msup").first.bounding_box()["height"]
+
+
+def test_code_is_in_colour(open_page: Open) -> None:
+    text = 'if a:\n    return "b"  # c'
+    page = open_page(ScriptedEngine(f"```python\n{text}\n```\n\n```none\nif a\n```"))
+    say(page, "Hi")
+    ended(page)
+    code = page.locator(".code code")
+    assert code.first.inner_text() == text
+    spans = code.first.evaluate("e => [...e.children].map(s => [s.classList[0], s.textContent])")
+    assert ["t-keyword", "if"] in spans
+    assert ["t-string", '"b"'] in spans
+    assert ["t-comment", "# c"] in spans
+    assert code.last.evaluate("e => e.childElementCount") == 0
+    for name in ("constructor", "__proto__", "extend", "DFS"):  # no languages, but names there
+        assert page.evaluate(f"coloured('x', '{name}', false)") == ["x"]
+
+
+HOSTILE_TEX = (
+    r"\href{javascript:window.hacked=1}{x}",
+    r"\url{javascript:window.hacked=1}",
+    r"\includegraphics{a.png}",
+    r"\class{said}{x}",
+    r"\id{send}{x}",
+    r"\style{position:fixed}{x}",
+    r"\data{theme=dark}{x}",
+    r"\ref{x}",
+    r"\text{<img src=x onerror=window.hacked=1>}",
+    r"\kern-999em\raise 99em x",
+    r"\rule{9999em}{9999em}",
+)
+
+
+@pytest.mark.full
+def test_formulas_and_code_open_no_hole(open_page: Open) -> None:
+    code = '<script>window.hacked=1</script><img src=x onerror="window.hacked=1">'
+    answer = "\n\n".join(f"${tex}$" for tex in HOSTILE_TEX)
+    answer += "".join(f"\n\n```{name}\n{code}\n```" for name in ("html", "js", "css", "bash"))
+    page = open_page(ScriptedEngine(answer))
+    say(page, "Hi")
+    ended(page)
+    page.reload()
+    page.wait_for_selector("article.assistant")
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("#thread").locator("script, img, a, iframe, svg, style").count() == 0
+    names = page.evaluate(
+        """() => [...new Set([...document.querySelectorAll("article math *")]
+            .flatMap((e) => e.getAttributeNames()))]"""
+    )
+    assert not {"href", "src", "id", "onclick", "data-theme"} & {*names}
+    # What is moved or large stays within its answer.
+    visible = page.evaluate(
+        "getComputedStyle(document.querySelector('article:last-child .md')).overflow"
+    )
+    assert visible == "clip"
+    assert page.evaluate("scroller.scrollWidth <= scroller.clientWidth")
+
+
 def sse(*deltas: Mapping[str, Any], end: str = "data: [DONE]\n\n") -> dict[str, Any]:
     events = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
@@ -570,7 +878,8 @@ def test_failures_are_told_and_can_be_tried_again(open_page: Open, name: str) ->
     page.click("button:text('Try again')")
     until(page, "document.querySelector('article:last-child').innerText.includes('Whole.')")
     assert page.locator(".failed").count() == 0
-    assert [message["role"] for message in stored(page)[0]["messages"]] == ["user", "assistant"]
+    texts = [message["content"] for message in stored(page)[0]["messages"]]
+    assert texts == ["Hi", *(["Half"] if name == "cut" else []), "Whole."]  # that is a version
 
 
 def test_a_message_after_a_failure(open_page: Open) -> None:
@@ -786,15 +1095,382 @@ def test_conversations_by_keyboard_alone(open_page: Open) -> None:
     assert page.locator("#chats [aria-current]").inner_text() == "Renamed"
 
 
+# As they were in localStorage, before there were versions of messages.
+OLD_CHATS = {
+    "a": {
+        "id": "a",
+        "title": "Rivers",
+        "named": False,
+        "time": 1,
+        "model": "tiny",
+        "settings": {"temperature": 0.5},
+        "messages": [
+            {"role": "user", "content": "Name a river."},
+            {"role": "assistant", "content": "The **Rhine**.", "model": "tiny"},
+            {"role": "user", "content": "Another?"},
+            {"role": "assistant", "content": "", "model": "tiny", "error": "It failed."},
+        ],
+    },
+    "b": {"id": "b", "title": "Nothing", "time": 0, "messages": []},
+}
+
+
+def keep_old_chats(page: Any) -> None:
+    for name, chat in OLD_CHATS.items():
+        page.evaluate(
+            "([name, text]) => localStorage.setItem(name, text)",
+            [f"infer.chat.{name}", json.dumps(chat)],
+        )
+    page.evaluate("localStorage.setItem('infer.chat.c', 'none of ours')")
+
+
+def test_conversations_of_localstorage_move(open_page: Open) -> None:
+    engine = ScriptedEngine("The Nile.")
+    page = open_page(engine)
+    keep_old_chats(page)
+    for _ in range(2):
+        page.reload()
+        page.wait_for_selector("article .failed")
+        assert titles(page) == ["Rivers", "Nothing"]
+        assert shown(page) == ["Name a river.", "The Rhine.", "Another?"]
+    assert page.evaluate("Object.keys(localStorage)") == ["infer.chat.c"]
+    assert {chat["id"] for chat in stored(page)} == {"a", "b"}
+    page.click("button:text('Try again')")
+    ended(page)
+    assert [each["content"] for each in engine.prompts[0]] == [
+        "Name a river.",
+        "The **Rhine**.",
+        "Another?",
+    ]
+    assert engine.asked[0][1].temperature == 0.5
+
+
+@pytest.mark.full
+def test_a_browser_that_keeps_nothing(open_page: Open) -> None:
+    page = open_page(ScriptedEngine("One."), init="delete window.indexedDB; indexedDB = undefined")
+    say(page, "Hi")
+    ended(page)
+    assert shown(page) == ["Hi", "One."]
+    assert "ends with this tab" in page.inner_text("#notice")
+
+
+@pytest.mark.full
+def test_another_tab_has_the_same_conversations(open_page: Open) -> None:
+    page = open_page(ScriptedEngine("One.", "Two."))
+    say(page, "Hi")
+    ended(page)
+    other = page.context.new_page()
+    other.goto(page.url)
+    other.wait_for_selector("article.assistant")
+    say(other, "And now?")
+    ended(other)
+    page.wait_for_selector("article:nth-child(4) :text('Two.')")
+    other.click("#new")
+    say(other, "More")
+    ended(other)
+    page.wait_for_selector("#chats .open:text('More')")
+    other.click("[aria-label='Delete More']")
+    page.wait_for_selector("#chats .open:text('More')", state="detached")
+
+
+@pytest.mark.full
+def test_conversations_are_found(open_page: Open) -> None:
+    engine = ScriptedEngine("Bananas are yellow.", "Grass is green.", "So is moss.")
+    page = open_page(engine)
+    say(page, "Fruit")
+    ended(page)
+    page.click("#new")
+    say(page, "Meadow")
+    ended(page)
+    of_message(page, 1, "Regenerate").click()
+    ended(page)
+    assert titles(page) == ["Meadow", "Fruit"]
+    assert page.inner_text("#chats h2") == "Today"
+    search = page.get_by_label("Search conversations")
+    search.fill("YELLOW")
+    assert titles(page) == ["Fruit"]
+    assert page.inner_text("#chats small") == "Bananas are yellow."
+    search.fill("meadow")
+    assert titles(page) == ["Meadow"]
+    search.fill("grass")  # in the version that is not shown
+    page.keyboard.press("Enter")  # opens the first
+    assert shown(page) == ["Meadow", "Grass is green."]
+    search.fill("violet")
+    assert titles(page) == []
+    assert page.inner_text("#found") == "Nothing was found."
+    search.fill("")
+    assert titles(page) == ["Meadow", "Fruit"]
+
+
+def test_the_list_has_dates(open_page: Open) -> None:
+    page = open_page(ScriptedEngine("One."))
+    now = datetime(2026, 3, 20, 0, 30)
+    times = {
+        "Today": now - timedelta(minutes=29),
+        "Yesterday": now - timedelta(hours=1),
+        "Last 7 days": now - timedelta(days=7),
+        "Last 30 days": now - timedelta(days=8),
+        "January 2026": datetime(2026, 1, 31),
+        "December 2024": datetime(2024, 12, 1),
+    }
+    for name, time in times.items():
+        call = f"dayOf({time.timestamp() * 1000}, {now.timestamp() * 1000})"
+        assert page.evaluate(call) == name
+
+
+@pytest.mark.full
+def test_conversations_are_exported_and_imported(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(ScriptedEngine("One.", "Two."))
+    say(page, "Hi")
+    ended(page)
+    of_message(page, 1, "Regenerate").click()
+    ended(page)
+    before = stored(page)
+    page.click("#open-settings")
+    with page.expect_download() as download:
+        page.click("text=Export conversations")
+    assert re.fullmatch(r"conversations-[\d-]{10}\.json", download.value.suggested_filename)
+    exported = tmp_path / "exported.json"
+    download.value.save_as(exported)
+
+    def import_file(page: Any, path: Path, told: str) -> None:
+        page.set_input_files("#import-file", path)
+        page.wait_for_selector(f"#transferred:text('{told}')")
+
+    import_file(page, exported, "Imported: 0. Here already: 1.")
+    other = open_page(ScriptedEngine("Three."))
+    other.click("#open-settings")
+    import_file(other, exported, "Imported: 1.")
+    assert stored(other) == before
+    other.keyboard.press("Escape")
+    other.click("#chats .open")
+    assert shown(other) == ["Hi", "Two."]
+    of_message(other, 1, "Previous version").click()
+    assert shown(other) == ["Hi", "One."]
+
+    whole = json.loads(exported.read_text())
+    hostile = {
+        **before[0],
+        "id": "hostile",
+        "title": "<img src=x onerror=window.hacked=1>",
+        "settings": {"temperature": {"a": 1}, "system": "Be kind."},
+        "tip": "missing",
+        "messages": [
+            {"id": "1", "parent": None, "role": "user", "content": "Kept", "__proto__": {"x": 1}},
+            {"id": "2", "parent": "3", "role": "assistant", "content": "of a later one"},
+            {"id": "3", "parent": "2", "role": "system", "content": "of no role"},
+            {"id": "4", "parent": "1", "role": "assistant", "content": {"no": "text"}},
+        ],
+    }
+    texts = {
+        "hostile.json": (json.dumps({**whole, "chats": [hostile]}), "Imported: 1."),
+        "newer.json": (json.dumps({**whole, "version": 2}), "is no file of conversations"),
+        "other.json": ("[]", "is no file of conversations"),
+        "broken.json": ('{"format', "is no file of conversations"),
+        "list.json": (json.dumps({**whole, "chats": [{"id": 1}]}), "is no file of conversations"),
+    }
+    other.click("#open-settings")
+    for name, (text, told) in texts.items():
+        (tmp_path / name).write_text(text)
+        import_file(other, tmp_path / name, told)
+    (read,) = (chat for chat in stored(other) if chat["id"] == "hostile")
+    assert read["settings"] == {"system": "Be kind."}
+    assert [message["content"] for message in read["messages"]] == ["Kept"]
+    assert other.evaluate("window.hacked") is None
+
+
+@pytest.mark.full
+def test_long_messages_are_folded(open_page: Open) -> None:
+    page = open_page(ScriptedEngine("One."))
+    say(page, "short")
+    ended(page)
+    assert page.locator("text=Show all").count() == 0
+    page.fill("#text", "line\n" * 40)
+    page.keyboard.press("Enter")
+    ended(page)
+    said = page.locator(".said").nth(1)
+    whole = said.evaluate("e => e.scrollHeight")
+    assert said.bounding_box()["height"] < whole / 2
+    page.click("text=Show all")
+    assert said.bounding_box()["height"] > whole - 1
+    assert of_message(page, 2, "Show less").get_attribute("aria-expanded") == "true"
+    say(page, "more")  # leaves it as it is
+    ended(page)
+    assert said.bounding_box()["height"] > whole - 1
+
+
+def transfer(page: Any, event: str, target: str, files: Mapping[str, bytes]) -> None:
+    """Drop or paste files."""
+    page.evaluate(
+        """([kind, target, files]) => {
+            const all = new DataTransfer();
+            for (const [name, bytes] of files)
+                all.items.add(new File([new Uint8Array(bytes)], name));
+            const options = { bubbles: true, cancelable: true };
+            const event = kind === "paste"
+                ? new ClipboardEvent(kind, { ...options, clipboardData: all })
+                : new DragEvent(kind, { ...options, dataTransfer: all });
+            document.querySelector(target).dispatchEvent(event);
+            if (!event.defaultPrevented) throw new Error("The browser would have done it.");
+        }""",
+        [event, target, [[name, [*data]] for name, data in files.items()]],
+    )
+
+
+def test_text_files_are_attached(open_page: Open) -> None:
+    engine = ScriptedEngine("One.", "Two.", "Three.")
+    page = open_page(engine)
+    code = "let a = `b`;\n```\n"
+    files = [
+        {"name": "a.js", "mimeType": "text/javascript", "buffer": code.encode()},
+        {"name": "image.png", "mimeType": "image/png", "buffer": b"\x89PNG\0"},
+    ]
+    page.set_input_files("#file", files)
+    page.wait_for_selector("#files-note:text('image.png')")
+    transfer(page, "drop", "#scroll", {"<b>.txt": "bold\r\nkäse".encode()})
+    page.wait_for_selector("#files li:nth-child(2)")
+    assert page.locator("#files li").all_inner_texts() == ["a.js", "<b>.txt"]
+    say(page, "What is this?")
+    ended(page)
+    assert page.locator("#files li").count() == 0
+    assert engine.prompts[0] == [
+        {
+            "role": "user",
+            "content": f"a.js:\n````\n{code}\n````\n\n"
+            "<b>.txt:\n```\nbold\nkäse\n```\n\nWhat is this?",
+        }
+    ]
+    page.reload()
+    page.wait_for_selector(".file")
+    page.click(".file summary >> nth=0")
+    assert page.locator(".file pre").inner_text() == code
+    of_message(page, 0, "Edit").click()  # the files stay
+    page.fill(".editor textarea", "And now?")
+    page.keyboard.press("Enter")
+    ended(page)
+    assert engine.prompts[1][0]["content"].endswith("käse\n```\n\nAnd now?")
+
+    page.click("#new")
+    transfer(page, "paste", "#text", {"only.md": b"# Title"})
+    page.wait_for_selector("#files li")
+    page.click("[aria-label='Remove only.md']")
+    assert page.is_disabled("#send")
+    large = {"name": "large", "mimeType": "text/plain", "buffer": b"a" * 1_000_001}
+    page.set_input_files("#file", [large])
+    page.wait_for_selector("#files-note:text('more than 1 MB')")
+    transfer(page, "paste", "#text", {"only.md": b"# Title"})
+    page.wait_for_selector("#files li")
+    page.click("#send")
+    ended(page)
+    assert engine.prompts[2] == [{"role": "user", "content": "only.md:\n```\n# Title\n```"}]
+    assert titles(page)[0] == "only.md"
+
+
+@pytest.mark.full
+def test_the_context_that_is_used(open_page: Open) -> None:
+    engine = ScriptedEngine("One two three.")  # which has 3 tokens, as the prompt has
+    engine.context = 12
+    page = open_page(engine)
+    assert not page.locator("#context").is_visible()
+    say(page, "Hi")
+    ended(page)
+    assert page.inner_text("#context").split() == ["50", "%", "of", "the", "context", "is", "used"]
+    title = page.get_attribute("#context", "title")
+    assert title == "This conversation has 6 tokens of the 12 that the model's context holds."
+    page.reload()
+    page.wait_for_selector("#context", state="visible")
+    page.click("#new")
+    assert not page.locator("#context").is_visible()
+
+
+@pytest.mark.full
+def test_what_an_answer_took_is_explained(open_page: Open) -> None:
+    page = open_page(ScriptedEngine("One two three."))
+    say(page, "Hi")
+    ended(page)
+    parts = page.locator(".stats span")
+    explained = [part.get_attribute("title") for part in parts.all()]
+    assert len(explained) >= 2
+    assert all(explained)
+
+
+def test_shortcuts(open_page: Open) -> None:
+    engine = ScriptedEngine("One.", "Two.", "word ")
+    page = open_page(engine)
+    keys = page.keyboard
+    say(page, "First")
+    ended(page)
+    keys.press("ArrowUp")  # edits the last message
+    assert page.input_value(".editor textarea") == "First"
+    keys.type("!")
+    keys.press("Enter")
+    ended(page)
+    assert shown(page) == ["First!", "Two."]
+    keys.type("x")
+    keys.press("ArrowUp")  # something is typed
+    assert page.locator(".editor").count() == 0
+    keys.press("Backspace")
+    keys.press("Control+k")
+    assert page.evaluate("document.activeElement.id") == "search"
+    keys.press("?")  # is searched for
+    assert page.input_value("#search") == "?"
+    assert not page.locator("#shortcuts").is_visible()
+    keys.press("Control+Shift+O")
+    assert page.locator("article").count() == 0
+    assert page.evaluate("document.activeElement.id") == "text"
+    page.click("#open-shortcuts")
+    assert "Search conversations" in page.inner_text("#shortcuts")
+    keys.press("Escape")
+    page.evaluate("scroller.focus()")
+    keys.press("?")
+    assert page.locator("#shortcuts").is_visible()
+    keys.press("Control+k")  # stays
+    assert page.locator("#shortcuts").is_visible()
+    keys.press("Escape")
+    assert not page.locator("#shortcuts").is_visible()
+
+
+@pytest.mark.full
+def test_examples_are_asked_with_a_click(open_page: Open) -> None:
+    engine = ScriptedEngine("Yes.")
+    page = open_page(engine)
+    example = page.locator(".example").first
+    text = example.inner_text()
+    example.click()
+    ended(page)
+    assert engine.prompts == [[{"role": "user", "content": text}]]
+    assert shown(page) == [text, "Yes."]
+
+
+@pytest.mark.full
+def test_the_send_button_looks_like_one(open_page: Open) -> None:
+    engine = ScriptedEngine("word ")
+    engine.endless = True
+    page = open_page(engine)
+    send = page.locator("#send")
+    assert send.inner_text() == "Send"
+    colour = "e => getComputedStyle(e).backgroundColor"
+    assert send.evaluate(colour) != page.locator(".box").evaluate(colour)
+    say(page, "Hi")
+    page.wait_for_selector("#send[aria-label=Stop]")
+    assert send.inner_text() == "Stop"
+    send.click()
+    ended(page)
+
+
 @pytest.mark.full
 def test_a_narrow_window(open_page: Open) -> None:
     text = "A" * 300 + "\n\n```\n" + "b" * 300 + "\n```\n\n| " + "c " * 80 + "| d |\n| - | - |\n"
+    sum_of_many = " + ".join(f"x_{i}" for i in range(9))
+    text = f"In a line ${sum_of_many}$.\n\n$${sum_of_many}$$\n\n{text}"
     page = open_page(ScriptedEngine(text), viewport={"width": 320, "height": 560})
     assert not page.locator("#side").is_visible()
     say(page, "word" * 100)
     ended(page)
     for element in ("scroller", "document.documentElement"):
         assert page.evaluate(f"{element}.scrollWidth <= {element}.clientWidth")
+    formula = page.locator("article p .math").bounding_box()
+    assert formula["x"] + formula["width"] <= 320  # it goes on in the next line
     page.click("#menu")
     assert page.locator("#side").is_visible()
     page.keyboard.press("Escape")
@@ -859,7 +1535,9 @@ def test_code_is_copied(open_page: Open) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_that_axe_knows_is_in_the_way(open_page: Open, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    text = "# A\n\n`c` [d](https://e.example)\n\n> f\n\n```\ng\n```\n\n| h |\n| - |\n| j |"
+    text = "# A\n\n`c` [d](https://e.example) $x^2$\n\n$$y$$\n\n> f\n\n| h |\n| - |\n| j |\n\n"
+    code = "@k\nclass A(B):\n    c: int = f(1, True, 'd', None)  # e\n"
+    text += f"```python\n{code}```\n\n```html\n<a b='c'>d</a>\n```\n\n```diff\n-a\n+b\n```"
     page = open_page(ScriptedEngine(text), color_scheme=scheme)
 
     def check() -> None:
@@ -870,7 +1548,23 @@ def test_nothing_that_axe_knows_is_in_the_way(open_page: Open, scheme: str) -> N
     say(page, "Hi")
     ended(page)
     check()
+    of_message(page, 1, "Regenerate").click()
+    ended(page)
+    transfer(page, "paste", "#text", {"a.txt": b"a", "b.png": b"\0"})
+    page.wait_for_selector("#files-note:text('b.png')")
+    check()
+    say(page, "line\n" * 20)
+    ended(page)
+    of_message(page, 0, "Edit").click()
+    page.fill("#search", "line")
+    check()
+    page.fill("#search", "")
     page.click("#open-settings")
+    page.click("text=More sampling options")
+    page.get_by_label("JSON schema").fill("{")
+    check()
+    page.keyboard.press("Escape")
+    page.click("#open-shortcuts")
     check()
     page.keyboard.press("Escape")
     page.route(CHAT, lambda route: route.abort())

@@ -422,3 +422,44 @@ def test_forced_decoding_gives_the_logits_of_scoring(quality: dict[str, Any]) ->
         (whole,) = quality["scored"](llm, [ids])
         (single,) = quality["decoded"](llm, [ids])
     np.testing.assert_allclose(single, whole, atol=1e-3)
+
+
+# scripts/accuracy.py
+
+
+def test_accuracy_by_hand(quality: dict[str, Any]) -> None:
+    scripts = Path(__file__).resolve().parent.parent / "scripts"
+    of = runpy.run_path(str(scripts / "accuracy.py"))
+    logits = of["Logits"]
+    exact = np.log(np.array([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1], [0.3, 0.3, 0.4]], np.float32))
+    got = exact.copy()
+    got[0] = np.log([0.25, 0.5, 0.25])
+    got[2] += 2  # the same distribution
+    found = of["accuracy"](
+        "a",
+        "b",
+        "f16",
+        logits([got[:2], got[2:]], got[1:]),
+        logits([exact[:2], exact[2:]], exact[1:]),
+    )
+    assert (found.model, found.computed, found.products, found.tokens) == ("a", "b", "f16", 3)
+    assert found.nmse == pytest.approx(((got - exact) ** 2).sum() / (exact**2).sum(), rel=1e-6)
+    assert found.prefill_nmse == pytest.approx(12 / (exact[1:] ** 2).sum(), rel=1e-6)
+    assert found.kl == pytest.approx(0.25 * np.log(2) / 3, rel=1e-6)
+    assert found.kl_99 > found.kl
+    assert found.same_top == pytest.approx(2 / 3)
+
+
+@pytest.mark.live
+def test_accuracy_against_transformers(
+    quality: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = Path(__file__).resolve().parent.parent / "scripts"
+    file = tmp_path / "report.json"
+    options = ["demo", "--tokens", "5,40", "--kv-dtype", "f32", "--precision", "f32"]
+    monkeypatch.setattr("sys.argv", ["accuracy.py", *options, "--json", str(file)])
+    runpy.run_path(str(scripts / "accuracy.py"), run_name="__main__")
+    rounded, ours = json.loads(file.read_text(encoding="utf-8"))["results"]
+    assert ours["nmse"] < 1e-10 < 1e-5 < rounded["nmse"] < 1e-2
+    assert ours["kl"] < 1e-9 < rounded["kl"]
+    assert ours["same_top"] == 1

@@ -27,7 +27,7 @@ from infer.kernels.state.sampler import (
     Sampler,
     SamplerChain,
 )
-from infer.kernels.state.step import HEADER, MAX_LOGPROBS, NO_TOKEN, ROW, pack_step
+from infer.kernels.state.step import HEADER, MAX_LOGPROBS, MAX_STOP_IDS, NO_TOKEN, ROW, pack_step
 from infer.sampling import NumpySampler, SamplingParams, gumbel
 
 REFERENCES = Path(__file__).parent / "data" / "sampling" / "processors.npz"
@@ -305,6 +305,39 @@ def test_survivors_of_masks(device: Device, vocab: int) -> None:
         assert kept[tokens[row]]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.5, "repetition_penalty": 1.5},
+        {"temperature": 1.0, "top_k": 5, "top_p": 0.9},
+    ],
+)
+def test_stop_ids_are_forbidden_before_the_least_position(
+    device: Device, settings: dict[str, Any]
+) -> None:
+    """Of rows that follow each other; and of two sequences only the one that asks for it."""
+    stop_ids, vocab = [0, 7, 1030, 1501], 1502
+    logits = np.random.default_rng(3).normal(0, 1, (6, vocab)).astype(np.float32)
+    logits[:, stop_ids] = 30
+    params = SamplingParams(**settings, min_tokens=3, seed=1)
+    bench = Bench(device, logits, params, prompt_ids=[1, 7], stop_ids=stop_ids)
+    bench.start(1)  # the last of the prompt
+    tokens = bench.sample().tolist()
+    sampler = NumpySampler(params, vocab, [1, 7], stop_ids=stop_ids)
+    if params.greedy:
+        assert tokens[:3] == [sampler.scores(row).argmax() for row in logits[:3]]
+    assert not {*tokens[:3]} & {*stop_ids}
+    assert {*tokens[3:]} <= {*stop_ids}
+
+    free = SamplingParams(**settings, seed=1)
+    two = Bench(device, logits[:2], [params, free], prompt_ids=[1, 7], stop_ids=stop_ids)
+    two.start(1)
+    first, second = two.sample().tolist()
+    assert first not in stop_ids
+    assert second in stop_ids
+
+
 # Draws
 
 
@@ -544,9 +577,9 @@ def test_commit_writes_the_next_step(device: Device) -> None:
 
 
 def test_all_stop_ids_are_seen(device: Device) -> None:
-    stop_ids = list(range(100, 152))
+    stop_ids = list(range(100, 100 + MAX_STOP_IDS))
     logits = np.zeros((3, 200), np.float32)
-    logits[[0, 1, 2], [100, 151, 152]] = 1
+    logits[[0, 1, 2], [100, stop_ids[-1], stop_ids[-1] + 1]] = 1
     bench = Bench(device, logits, SamplingParams(temperature=0.0), stop_ids=stop_ids)
     bench.start()
     bench.sample()

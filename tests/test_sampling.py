@@ -127,6 +127,7 @@ def test_stop_is_a_tuple_of_strings() -> None:
     assert SamplingParams().stop == ()
     assert SamplingParams(stop="END").stop == ("END",)
     assert SamplingParams(stop=["a", "bc"]).stop == ("a", "bc")
+    assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]
 
 
 def test_defaults_are_the_models() -> None:
@@ -267,7 +268,11 @@ def test_record() -> None:
     assert (row["seed_low"], row["seed_high"]) == (5, 256)
     # The prompt's last row, at position 29, gives the first token; nine rows more give the others.
     assert row["max_position"] == 39
+    assert row["min_position"] == 29
     assert (row["n_stop_ids"], row["stop_ids"][:3].tolist()) == (2, [2, 9, 0])
+    least = SamplingParams(min_tokens=4)
+    record = least.record(vocab_size=50, prompt_tokens=30, context=64, stop_ids=[2])
+    assert record[0]["min_position"] == 33  # from there on it is the fifth that is sampled
     off = SamplingParams().record(vocab_size=50, prompt_tokens=30, context=64, stop_ids=[])[0]
     assert (off["temperature"], off["top_p"], off["repetition_penalty"]) == (0, 1, 1)
     assert off["max_position"] == 64
@@ -282,7 +287,7 @@ def test_record_refuses_what_does_not_fit() -> None:
         record(SamplingParams(logit_bias={3: 1.0, 50: 1.0}), [])
     with pytest.raises(RequestError, match="logit_bias must name token ids from 0 to 49, not -1"):
         record(SamplingParams(logit_bias={-1: 1.0}), [])
-    with pytest.raises(RequestError, match="53 stop ids were given; at most 52"):
+    with pytest.raises(RequestError, match="52 stop ids were given; at most 51"):
         record(SamplingParams(), list(range(MAX_STOP_IDS + 1)))
 
 
@@ -298,6 +303,10 @@ def test_chain_has_what_is_on() -> None:
     assert on(repetition_penalty=1.1, logit_bias={1: 2.0}) == {"penalties", "bias"}
     assert on(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) == {"noise"}
     assert on(temperature=1.0, top_k=5, min_p=0.1) == {"noise", "top_k", "min_p"}
+    assert on(min_tokens=1) == {"ends"}
+    assert on(allowed_token_ids=[3]) == {"bias"}
+    assert on(choices=["a"]) == on(bad_words=[[1, 2]]) == {"mask"}
+    assert on(bad_words=[[1]], stop_token_ids=[3]) == set()
     assert on(temperature=1.0, top_p=0.9, frequency_penalty=1.0) == {"noise", "top_p", "penalties"}
 
 

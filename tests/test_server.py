@@ -256,6 +256,25 @@ def test_what_benchmarks_ask_for(address: str) -> None:
     assert (counts[0], counts[-1]) == (0, 20)
 
 
+def test_what_ends_an_answer_and_what_is_in_it(address: str, llm: LLM) -> None:
+    """The parameters that vLLM has beside OpenAI's."""
+
+    def text(path: str = CHAT, **more: Any) -> str:
+        asked = {"prompt": STORY} if path == COMPLETIONS else {"messages": MESSAGES}
+        (choice,) = answer(address, path, **asked, **({"max_tokens": 12} | more))["choices"]
+        return str(choice["text"] if path == COMPLETIONS else choice["message"]["content"])
+
+    cat = llm.encode(" cat")[-1]
+    assert text(stop_token_ids=[cat]) == ANSWER.partition(" cat")[0]
+    assert text(stop_token_ids=[cat], include_stop_str_in_output=True) == "Your cat"
+    assert "cat" not in text(bad_words=["cat"])
+    assert len(text(min_tokens=40, max_tokens=40)) > len(ANSWER)
+    assert text(COMPLETIONS, allowed_token_ids=[cat], max_tokens=3) == " cat" * 3
+    for named in ("choices", "guided_choice"):
+        assert text(**{named: ["a b", "c"]}) in ("a b", "c")
+    assert text(COMPLETIONS, structured_outputs={"choice": ["a b", "c"]}) in ("a b", "c")
+
+
 def test_a_developer_where_the_template_has_none(address: str) -> None:
     each = [
         answer(address, CHAT, messages=[{"role": role, "content": "Be brief."}, *MESSAGES])
@@ -450,7 +469,13 @@ def test_responses_are_of_openais_types(address: str) -> None:
         (CHAT, {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "<= 20"),
         (CHAT, {"logit_bias": {"99999": 1}}, 400, "logit_bias", "from 0 to 2047"),
         (CHAT, {"stream_options": {}}, 400, "stream_options", "stream: true"),
-        (CHAT, {"min_tokens": 2}, 400, "min_tokens", "with ignore_eos"),
+        (CHAT, {"min_tokens": -1}, 400, "min_tokens", "from 0 (off) up"),
+        (CHAT, {"min_tokens": 5, "max_tokens": 4}, 400, "min_tokens", "at most max_tokens, 4"),
+        (CHAT, {"stop_token_ids": [9999]}, 400, "stop_token_ids", "from 0 to 2047"),
+        (CHAT, {"bad_words": [""]}, 400, "bad_words", "none of them empty"),
+        (CHAT, {"allowed_token_ids": []}, 400, "allowed_token_ids", "name a token"),
+        (CHAT, {"choices": ["a", ""]}, 400, "choices", "none empty"),
+        (CHAT, {"choices": ["a"], "guided_regex": "a"}, 400, "guided_regex", "were given"),
         (CHAT, {"ignore_eos": True, "regex": "a"}, 400, "ignore_eos", "no end"),
         (
             CHAT,
@@ -467,7 +492,7 @@ def test_responses_are_of_openais_types(address: str) -> None:
         (CHAT, {"response_format": NOT, "schema": {}}, 400, "response_format", "schema were given"),
         (CHAT, {"guided_json": '{"not": {}}'}, 400, "guided_json", "not"),
         (CHAT, {"guided_json": "{"}, 400, "guided_json", "not valid JSON"),
-        (CHAT, {"guided_choice": []}, 400, "guided_choice", "not empty"),
+        (CHAT, {"guided_choice": []}, 400, "guided_choice", "at least one"),
         (CHAT, {"json_schema": {}, "guided_regex": "a"}, 400, "json_schema", "regex were given"),
         (
             CHAT,

@@ -736,7 +736,7 @@ def test_a_schema_is_its_own_copy() -> None:
 def test_without_llguidance(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InferError, match=r"pip install 'infer-wgpu\[structured\]'"):
-        Constraints(llm.tokenizer, llm.engine.vocab_size)
+        Constraints(llm.tokenizer, llm.engine.vocab_size).of(SamplingParams(regex="a"))
 
 
 def assert_texts_keep_their_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
@@ -841,7 +841,7 @@ def test_a_token_that_ends_a_turn_is_no_text() -> None:
 def test_a_tokenizer_without_an_end() -> None:
     tokenizer = folder_tokenizer(TEXTS / "wordpiece")
     with pytest.raises(UnsupportedError, match="no token that ends an answer"):
-        Constraints(tokenizer, tokenizer.size)
+        Constraints(tokenizer, tokenizer.size).of(SamplingParams(regex="a"))
 
 
 # Drafts

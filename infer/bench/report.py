@@ -115,6 +115,8 @@ class BenchReport:
     submit its step and to read its id, while the GPU runs the step before; submit_seconds: the part
     of it to record and submit; dispatches: of the step; gpu_seconds: of the step on the GPU, None
     without timestamps. peak_bytes: of GPU memory. load_seconds: until the model was ready.
+    precision: as for `load`. products: what many rows were multiplied in, "f16" with sums in f32,
+    or "f32".
     """
 
     model: str
@@ -147,6 +149,8 @@ class BenchReport:
     draft: str | None = None
     loads: tuple[Load, ...] = ()
     invariant: bool = False
+    precision: str = "auto"
+    products: str | None = None  # None in reports from before it was told
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n"
@@ -173,20 +177,23 @@ class BenchReport:
 
     @property
     def model_and_dtypes(self) -> str:
-        """Of weights and, where it is not f16, of the KV cache; adapter and draft model; whether it
-        is invariant."""
+        """Of weights and, where it is not f16, of the KV cache; the precision, unless it is auto;
+        adapter and draft model; whether it is invariant."""
         cache = "" if self.kv_dtype == "f16" else f", KV {self.kv_dtype}"
         lora = "" if self.lora is None else f", adapter {self.lora}"
         draft = "" if self.draft is None else f", drafts by {self.draft}"
+        precision = "" if self.precision == "auto" else f", precision {self.precision}"
         invariant = ", invariant" if self.invariant else ""
-        return f"{self.model} {self.dtype}{cache}{lora}{draft}{invariant}"
+        return f"{self.model} {self.dtype}{cache}{precision}{lora}{draft}{invariant}"
 
     @property
     def file_name(self) -> str:
         """<date>-<adapter>-<model>-<dtype>.json, of letters, digits, points and dashes; a KV cache
-        that is not in f16 is named too, an adapter, a draft model, and an invariant engine."""
+        that is not in f16 is named too, a precision that is not auto, an adapter, a draft model,
+        and an invariant engine."""
         words = f"{self.date[:10]}-{self.adapter}-{Path(self.model).name}-{self.dtype}".lower()
         words += "" if self.kv_dtype == "f16" else f"-kv-{self.kv_dtype}"
+        words += "" if self.precision == "auto" else f"-precision-{self.precision}"
         words += "" if self.lora is None else f"-adapter-{Path(self.lora).name.lower()}"
         if self.draft is not None:
             words += f"-draft-{Path(self.draft.replace(' ', '-')).name.lower()}"
@@ -211,7 +218,7 @@ def format_report(report: BenchReport, width: int | None = None) -> str:
         f"{r.adapter} ({r.adapter_kind}, {r.backend}), driver {r.driver}",
         f"{r.date}, {versions}{commit}",
         f"{r.model_and_dtypes}: {size}, {parameters} parameters; context {r.context}, "
-        f"KV cache {r.kv_dtype}",
+        f"KV cache {r.kv_dtype}" + (f"; products in {r.products}" if r.products else ""),
         "",
         results_table(r, width),
         "",

@@ -71,6 +71,7 @@ def run_bench(
     *,
     device: str | int | None = None,
     webgpu: str | None = None,
+    precision: str = "auto",
     context: int | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
@@ -97,22 +98,22 @@ def run_bench(
 ) -> BenchReport:
     """Benchmark a model, or the shape of one (a key of SHAPES) on random weights.
 
-    model, device, webgpu, context, dtype, quantize, kv_dtype, adapter, revision, offline and
-    invariant are as for `load`; a shape's weights are bf16 where dtype and quantize are None, or
-    packed as in checkpoints of a `format` (a key of PUBLISHED), and have no adapter. prompt_tokens
-    of the prefill test, of which there is one more with a prefix: the share that is in the cache
-    before; decode_tokens of every decode test, of which there is one more for each of `depths`, the
-    tokens that are in the cache before it. batches: of so many answers at once, after as many
-    tokens each as the depths say, or 128. clients: of so many at once, each of which sends
+    model, device, webgpu, precision, context, dtype, quantize, kv_dtype, adapter, revision, offline
+    and invariant are as for `load`; a shape's weights are bf16 where dtype and quantize are None,
+    or packed as in checkpoints of a `format` (a key of PUBLISHED), and have no adapter.
+    prompt_tokens of the prefill test, of which there is one more with a prefix: the share that is
+    in the cache before; decode_tokens of every decode test, of which there is one more for each of
+    `depths`, the tokens that are in the cache before it. batches: of so many answers at once, after
+    as many tokens each as the depths say, or 128. clients: of so many at once, each of which sends
     `repeats` requests, one after the other: prompts of an eighth of prompt_tokens to all of them,
     answers of decode_tokens. accept: decode also with drafts, alone and in each of `batches`, of
     which each is right with this probability; draft_rows of them for each step, or None: as many as
     pay, if any. draft: the model that drafts them, or for a shape another shape, quantised or not
     as draft_quantize says, or "mtp", the model's own layer; without it nothing is run for that.
-    Each test runs `repeats` times after a warm-up. What of these three is None is
-    512, 128 and 5, or as much less as keeps a slow adapter to about a minute. profile: time every
-    kernel. progress is told what runs; loading: as progress of `load`. Raises RequestError and
-    whatever `load` raises.
+    Each test runs `repeats` times after a warm-up. What of these three is None is 512, 128 and 5,
+    or as much less as keeps a slow adapter to about a minute. profile: time every kernel. progress
+    is told what runs; loading: as progress of `load`. Raises RequestError and whatever `load`
+    raises.
     """
     given = (prompt_tokens, decode_tokens, repeats, *depths, *batches, *clients)
     if min((n for n in given if n is not None), default=1) < 1:
@@ -153,7 +154,7 @@ def run_bench(
     max_batch = min(max([1, *batches, *clients]), MAX_BATCH)
     if context is None and needed > DEFAULT_CONTEXT:
         context = needed
-    gpu = choose_adapter(device, webgpu)
+    gpu = choose_adapter(device, webgpu, precision)
     if profile and "timestamp-query" not in gpu.features:
         raise RequestError(f"{gpu} has no timestamp queries: leave out --profile.")
     opened = open_engine(
@@ -169,6 +170,7 @@ def run_bench(
         revision,
         offline,
         webgpu=webgpu,
+        precision=precision,
         needed=needed,
         max_batch=max_batch,
         speculate="off"
@@ -239,6 +241,8 @@ def run_bench(
             lora=lora,
             draft=draft and f"{draft}{f' {draft_quantize}' if draft_quantize else ''}",
             invariant=invariant,
+            precision=precision,
+            products=engine.products,
             dispatches=len(engine.recordings.of("decode", True, GREEDY.chain()).dispatches),
             submit_seconds=submit_seconds,
             gpu_seconds=gpu_seconds,
@@ -290,6 +294,7 @@ def open_engine(
     offline: bool = False,
     *,
     webgpu: str | None = None,
+    precision: str = "auto",
     needed: int = 2,
     max_batch: int = 1,
     speculate: str = "off",
@@ -308,6 +313,7 @@ def open_engine(
         options = {
             "device": device,
             "webgpu": webgpu,
+            "precision": precision,
             "context": context,
             "dtype": dtype,
             "quantize": quantize,
@@ -338,7 +344,8 @@ def open_engine(
             plan = plan_random(smaller.weights(), draft_quantize or stored).joined()
             drafts = Draft(draft, smaller, plan)
         sizes = needed, max_batch, speculate, invariant
-        return _random(shape, device, webgpu, context, stored, kv_dtype, format, *sizes, drafts)
+        gpu = choose_adapter(device, webgpu, precision)
+        return _random(shape, gpu, context, stored, kv_dtype, format, *sizes, drafts)
     raise RequestError(
         "Give either a model or a shape (infer bench demo, infer bench --shape llama-3.2-1b); a "
         "format is for a shape."
@@ -391,8 +398,7 @@ def _check_model(model: str, options: dict[str, Any], needed: int) -> None:
 
 def _random(
     shape: str,
-    selector: str | int | None,
-    webgpu: str | None,
+    gpu: AdapterInfo,
     context: int | None,
     dtype: str,
     kv_dtype: str,
@@ -408,7 +414,6 @@ def _random(
     if format not in (None, *PUBLISHED):
         raise RequestError(f"A format is one of {', '.join(PUBLISHED)}, not {format!r}.")
     published = None if format is None else PUBLISHED[format]
-    gpu = choose_adapter(selector, webgpu)
     plan = plan_random(model.weights(), dtype, published).joined()
     positions = checked_context(model, shape, context, draft)
     if max_batch > 1 and context is None:

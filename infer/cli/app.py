@@ -37,6 +37,8 @@ from infer.cli.options import (
     ModelArgument,
     OfflineOption,
     OptionalModelArgument,
+    Precision,
+    PrecisionOption,
     QuantizeOption,
     RevisionOption,
     SpeculateOption,
@@ -203,6 +205,31 @@ def run(
         list[str] | None,
         sampling_option(metavar="TEXT", help="Stop before this text. Can be repeated."),
     ] = None,
+    stop_token_ids: Annotated[
+        list[int] | None,
+        sampling_option(metavar="ID", help="End before this token. Can be repeated."),
+    ] = None,
+    include_stop_str_in_output: Annotated[
+        bool,
+        sampling_option(
+            "--include-stop-str-in-output",
+            help="End behind what --stop or --stop-token-ids names, not before.",
+        ),
+    ] = False,
+    min_tokens: Annotated[
+        int,
+        sampling_option(metavar="N", help="Nothing ends the answer before so many tokens."),
+    ] = 0,
+    bad_words: Annotated[
+        list[str] | None,
+        sampling_option(metavar="TEXT", help="A text that is not in the answer. Can be repeated."),
+    ] = None,
+    allowed_token_ids: Annotated[
+        list[int] | None,
+        sampling_option(
+            metavar="ID", help="Only this token may be in the answer. Can be repeated."
+        ),
+    ] = None,
     schema: Annotated[
         str | None,
         sampling_option(
@@ -214,6 +241,13 @@ def run(
         str | None,
         sampling_option(
             metavar="PATTERN", help="Generate text that matches this regular expression."
+        ),
+    ] = None,
+    choices: Annotated[
+        list[str] | None,
+        sampling_option(
+            metavar="TEXT",
+            help="The answer is this text, or another one that is given so. Can be repeated.",
         ),
     ] = None,
     grammar: Annotated[
@@ -302,6 +336,7 @@ def run(
     ] = None,
     device: DeviceOption = None,
     webgpu: WebgpuOption = None,
+    precision: PrecisionOption = Precision.AUTO,
     context: ContextOption = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
@@ -420,11 +455,17 @@ def run(
             "logit_bias": bias or None,
             "seed": seed,
             "max_tokens": max_tokens,
+            "min_tokens": min_tokens,
             "stop": stop or (),
+            "stop_token_ids": stop_token_ids or (),
+            "include_stop_str_in_output": include_stop_str_in_output,
             "ignore_eos": ignore_eos,
+            "bad_words": bad_words or (),
+            "allowed_token_ids": allowed_token_ids or None,
             "logprobs": logprobs,
             "schema": None if schema is None else read_schema(schema),
             "regex": regex,
+            "choices": choices or None,
             "grammar": None if grammar is None else read_text(grammar),
         }
         params = SamplingParams(**sampling)
@@ -449,6 +490,7 @@ def run(
                 model,
                 device=device,
                 webgpu=webgpu,
+                precision=precision,
                 context=context,
                 dtype=dtype,
                 quantize=quantize,
@@ -706,6 +748,7 @@ def info(
     model: ModelArgument,
     device: DeviceOption = None,
     webgpu: WebgpuOption = None,
+    precision: PrecisionOption = Precision.AUTO,
     context: ContextOption = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
@@ -735,6 +778,7 @@ def info(
                 model,
                 device=device,
                 webgpu=webgpu,
+                precision=precision,
                 context=context,
                 dtype=dtype,
                 quantize=quantize,
@@ -905,6 +949,7 @@ def bench(
     profile: Annotated[bool, bench_option("--profile", help="Time each kernel of a step.")] = False,
     device: DeviceOption = None,
     webgpu: WebgpuOption = None,
+    precision: PrecisionOption = Precision.AUTO,
     context: ContextOption = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
@@ -956,6 +1001,7 @@ def bench(
                 shape,
                 device=device,
                 webgpu=webgpu,
+                precision=precision,
                 context=context,
                 dtype=dtype,
                 quantize=quantize,

@@ -28,6 +28,8 @@ from infer.cli.options import (
     KVDtypeOption,
     OfflineOption,
     OptionalModelArgument,
+    Precision,
+    PrecisionOption,
     QuantizeOption,
     RevisionOption,
     SpeculateOption,
@@ -137,6 +139,7 @@ def chat(
     api_key: ApiKeyOption = None,
     device: DeviceOption = None,
     webgpu: WebgpuOption = None,
+    precision: PrecisionOption = Precision.AUTO,
     context: ContextOption = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
@@ -165,6 +168,7 @@ def chat(
         loading = {
             "--device": device,
             "--webgpu": webgpu,
+            "--precision": precision if precision != Precision.AUTO else None,
             "--context": context,
             "--dtype": dtype,
             "--quantize": quantize,
@@ -203,6 +207,7 @@ def chat(
                     model,
                     device=device,
                     webgpu=webgpu,
+                    precision=precision,
                     context=context,
                     dtype=dtype,
                     quantize=quantize,
@@ -240,7 +245,7 @@ def greet(answerer: Answerer) -> None:
 
 def check_params(params: Mapping[str, Any], given: Iterable[str]) -> None:
     """Raises RequestError for a value that is wrong, and for a name of those given."""
-    from infer.keywords import check_names
+    from infer.calls import check_names
     from infer.sampling import SamplingOptions, SamplingParams
 
     names = SamplingOptions.__optional_keys__ - {"logit_bias", "logprobs"}

@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from infer.foreign import shown
+from infer.progress import parse_size
 
 
 def _tidied(params: Iterable[Any]) -> list[Any]:
@@ -96,6 +97,13 @@ class Speculate(StrEnum):
     LOOKUP = "lookup"
     DRAFT = "draft"
     MTP = "mtp"
+
+
+class Precision(StrEnum):
+    """How products are computed."""
+
+    AUTO = "auto"
+    F32 = "f32"
 
 
 class KVDtype(StrEnum):
@@ -220,6 +228,14 @@ WebgpuOption = Annotated[
         help="The WebGPU library: wgpu-native, or dawn, which can use tensor cores and is "
         "an extra of this package. Default: the one that the variable INFER_WEBGPU "
         "names, or else wgpu-native.",
+    ),
+]
+PrecisionOption = Annotated[
+    Precision,
+    loading_option(
+        "--precision",
+        help="auto: where GPU and library have matrices for that (tensor cores), many rows, as of "
+        "a prompt, are multiplied in f16, with sums in f32. f32: never, which is slower.",
     ),
 ]
 ContextOption = Annotated[
@@ -388,23 +404,16 @@ def parse_origin(option: str) -> str:
     )
 
 
-_UNITS = {"": 1} | {
-    unit + end: base**power
-    for power, unit in enumerate("kmgt", 1)
-    for end, base in (("", 1000), ("b", 1000), ("ib", 1024))
-}
-
-
 def parse_bytes(option: str | None, name: str) -> int | None:
     """4GB, 512MiB or a number, as bytes; name: of the option. Raises typer.BadParameter."""
     if option is None:
         return None
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", option.lower(), re.ASCII)
-    if found is None or found[2] not in _UNITS:
+    nbytes = parse_size(option)
+    if nbytes is None:
         raise typer.BadParameter(
             f"{shown(option)} is not an amount of memory, such as 4GB or 512MiB", param_hint=name
         )
-    return int(float(found[1]) * _UNITS[found[2]])
+    return nbytes
 
 
 _MOST_COUNTS = 1024  # in a range

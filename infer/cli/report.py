@@ -213,9 +213,15 @@ class ModelReport:
                 "total": size(m.total_bytes),
                 "context": f"{m.context:,} tokens; the model's maximum is {m.max_context:,}",
                 "adapter": m.adapter.name if m.adapter else "none",
+                **({} if m.products is None else {"products": _products(m.products)}),
                 "fits": f"{fits}: {m.verdict}",
             }
         )
+
+
+def _products(products: str) -> str:
+    """For a reader."""
+    return "f16, by matrices, with sums in f32" if products == "f16" else products
 
 
 # infer run
@@ -300,6 +306,7 @@ def result_json(
         "context": llm.context,
         "seed": params.seed,
         "adapter": adapter_json(llm.device.adapter),
+        "products": llm.engine.products,
         "versions": versions(llm.device.adapter.webgpu),
     }
 
@@ -315,6 +322,7 @@ def load_details(llm: LLM, params: SamplingParams, loading: Loading) -> str:
             "model": f"{llm.name}, {llm.config.model_type}, {llm.config.num_hidden_layers} layers",
             "adapter": f"{device.adapter}, driver {device.adapter.driver}",
             "features": _used_features(device),
+            "products": _products(engine.products),
             "weights": f"{size(nbytes)} in {', '.join(dtypes)}",
             **({} if engine.draft is None else {"draft": str(engine.draft)}),
             "engine": ", ".join(f"{k} {v}" for k, v in asdict(engine.options).items()),

@@ -1,5 +1,5 @@
 """Constraints on the text of an answer: JSON that is valid under a schema, what a regular
-expression matches, or what a grammar derives.
+expression matches, one of several texts, or what a grammar derives; and words that are not in it.
 
 llguidance follows an answer token by token, and says which tokens may come next; at its end, only
 those that end a turn. Its documents say which parts of JSON Schema, of regular expressions (those
@@ -17,15 +17,17 @@ from decimal import Decimal
 from functools import lru_cache
 from importlib import import_module
 from itertools import takewhile
+from threading import Lock
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.engine.bad_words import BadWords
 from infer.foreign import foreign, shown
 from infer.kernels.errors import InferError, RequestError, UnsupportedError
-from infer.sampling import SamplingParams
+from infer.sampling import CONSTRAINTS, SamplingParams
 from infer.text.schemas import SchemaError, target
 
 if TYPE_CHECKING:
@@ -57,6 +59,11 @@ def schema_error(schema: Mapping[str, Any]) -> str | None:
 def _unusable(schema: object) -> str | None:
     """Why a schema would fail in the middle of an answer, or not hold it."""
     return _too_wide(schema) or _circular(schema) or _number_error(schema)
+
+
+def _check_usable(name: str, schema: object) -> None:
+    if (error := _unusable(schema)) is not None:
+        raise RequestError(f"{name} cannot be followed: {error}")
 
 
 def _circular(schema: object) -> str | None:
@@ -229,14 +236,17 @@ class Constraint:
     def __init__(
         self,
         name: str,
-        matcher: LLMatcher,
+        matcher: LLMatcher | None,
         tokens: int,
         threads: MaskThreads,
         ends: Collection[int] = (),
+        bad_words: BadWords | None = None,
     ) -> None:
-        """name: of the option that asks for it. matcher: at its beginning. tokens: those of its
-        tokenizer. threads: those of its model. ends: the tokens that end a turn."""
-        self.name, self.matcher, self._beginning = name, matcher, matcher.deep_copy()
+        """name: of the option that asks for it. matcher: at its beginning; None: any token may
+        come. tokens: those of its tokenizer. threads: those of its model. ends: the tokens that end
+        a turn. bad_words: what may not come, unless the matcher leaves nothing else."""
+        self.name, self.matcher, self.bad_words = name, matcher, bad_words
+        self._beginning = None if matcher is None else matcher.deep_copy()
         self.mask_words, self.threads = -(-tokens // 32), threads
         self._ends = ends
         self._seen: int | None = 0  # tokens; None: not known
@@ -259,27 +269,33 @@ class Constraint:
     @property
     def error(self) -> RequestError | None:
         """Why it cannot be followed any further; None if it can."""
-        if not self.matcher.is_error():
+        if self.matcher is None or not self.matcher.is_error():
             return None
         error, _, _ = self.matcher.get_error().partition("\n<non-verbose/>")
         return RequestError(f"{self.name} cannot be followed: {error.strip()}")
 
     def forced_after(self, tokens: Sequence[int], start: int) -> list[int]:
         """The tokens that must come after tokens[start:]: each will be the only one possible."""
+        if self.matcher is None:
+            return []
         self.go_on(tokens, start)
         forced: list[int] = self.matcher.compute_ff_tokens()
         return forced
 
     def count_allowed(self, tokens: Sequence[int], start: int, ids: Sequence[int]) -> int:
         """How many of the first `ids` may come after tokens[start:], one after the other, without
-        the end."""
-        self.go_on(tokens, start)
+        the end, whatever words they make."""
         before = list(takewhile(lambda token: token not in self._ends, ids))
+        if self.matcher is None:
+            return len(before)
+        self.go_on(tokens, start)
         count: int = self.matcher.validate_tokens(before)
         return count
 
     def go_on(self, tokens: Sequence[int], start: int) -> None:
         """Advance the matcher to after tokens[start:]."""
+        if self.matcher is None or self._beginning is None:
+            return
         seen, self._seen = self._seen, None  # an interrupt may come
         count = len(tokens) - start
         if seen is None or seen > count:
@@ -308,8 +324,9 @@ class Asked(NamedTuple):
 class MaskThreads:
     """The threads that make the masks of a model's answers."""
 
-    def __init__(self, executor: LLExecutor) -> None:
-        self._executor = executor
+    def __init__(self, executor: LLExecutor | None = None) -> None:
+        """executor: given before the first constraint that has a matcher."""
+        self.executor = executor
         self._first = ThreadPoolExecutor(1, "masks")  # waits for the others
 
     @contextmanager
@@ -340,32 +357,70 @@ class MaskThreads:
         begin, nbytes = masks.ctypes.data, masks.strides[0]
         plain: list[tuple[LLMatcher, int]] = []
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
-        for constraint, tokens, start, row, draft in asked:
+        for each in asked:
+            constraint, tokens, start, row, draft = each
             constraint.go_on(tokens, start)
-            if draft:
+            if constraint.matcher is None:
+                masks[each.rows] = 0xFFFFFFFF
+            elif draft:
                 drafted.append((constraint.matcher, row, list(draft)))
             else:
                 plain.append((constraint.matcher, row))
         if drafted:
             of = begin, nbytes, len(masks)
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *of)
+            self._made_by.unsafe_compute_mask_ptr_with_draft_token(drafted, *of)
         if len(plain) >= _SEVERAL:
-            self._executor.unsafe_compute_mask_ptr(plain, begin, nbytes, len(masks))
+            self._made_by.unsafe_compute_mask_ptr(plain, begin, nbytes, len(masks))
         else:
             for matcher, row in plain:
                 matcher.unsafe_compute_mask_ptr(begin + row * nbytes, nbytes)
+        for each in asked:
+            if (words := each.constraint.bad_words) is not None:
+                first = max(each.start, len(each.tokens) - words.longest)
+                so_far = [*each.tokens[first:], *each.draft]
+                for i, row in enumerate(reversed(each.rows)):
+                    words.forbid(masks[row], so_far[: len(so_far) - i])
+
+    @property
+    def _made_by(self) -> LLExecutor:
+        assert self.executor is not None
+        return self.executor
 
 
 class Constraints:
-    """The constraints of one model. The library is told its tokens once."""
+    """The constraints of one model."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """Raises InferError where the library is missing, and UnsupportedError for a tokenizer that
-        it does not know."""
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._threads = MaskThreads()
+        self._first = Lock()  # of many answers that come at once
+        self._grammars: _Grammars | None = None  # made for the first answer that needs them
+
+    def of(self, params: SamplingParams) -> Constraint | None:
+        """The constraint that the parameters ask for, if they do. Raises RequestError for what the
+        library does not know, InferError where the library is missing, and UnsupportedError for a
+        tokenizer that it does not know."""
+        if not params.masked:
+            return None
+        words = BadWords(params.bad_word_ids) if params.bad_word_ids else None
+        name = next((n for n in CONSTRAINTS if getattr(params, n) is not None), None)
+        if name is None:
+            size = max(self._vocab_size, self._tokenizer.size)  # as of all others
+            return Constraint("bad_words", None, size, self._threads, bad_words=words)
+        with self._first:
+            if self._grammars is None:
+                self._grammars = _Grammars(self._tokenizer, self._vocab_size, self._threads)
+        return self._grammars.constraint(name, self._grammars.matcher(name, params), words)
+
+
+class _Grammars:
+    """What llguidance makes of the grammars of one model. It is told the model's tokens once."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, threads: MaskThreads) -> None:
         llguidance = library()
         self._matcher = llguidance.LLMatcher
         self._beginning = lru_cache(_KNOWN)(self._new_beginning)
-        self._threads = MaskThreads(llguidance.LLExecutor())
+        self._threads, threads.executor = threads, llguidance.LLExecutor()
         # So that no step of others waits for seconds, and MOST_OPTIONAL properties fit: a mask of
         # so many items takes 50 ms. Errors go to who gave the grammar, and need not say all of it.
         self._limits = llguidance.LLParserLimits(
@@ -385,29 +440,28 @@ class Constraints:
             self._tokenizer = _library_tokenizer(llguidance, tokenizer, self._size, self._ends)
         self._text_ids = tokenizer.added_text_ids
 
-    def of(self, params: SamplingParams) -> Constraint | None:
-        """The constraint that the parameters ask for, if they do. Raises RequestError for what the
-        library does not know."""
-        if params.schema is not None:
-            name = "schema"
-            with foreign("schema cannot be followed", RequestError):  # nested too deeply
-                if (error := _unusable(params.schema)) is not None:
-                    raise RequestError(f"schema cannot be followed: {error}")
-                source = self._matcher.grammar_from_json_schema(
-                    json.dumps(params.schema), {"whitespace_pattern": WHITESPACE}
-                )
-        elif params.regex is not None:
-            name, source = "regex", self._matcher.grammar_from_regex(params.regex)
-        elif params.grammar is not None:
-            name = "grammar"
-            with foreign("grammar cannot be followed", RequestError):  # as above
-                for schema in _schemas_in(params.grammar):
-                    if (error := _unusable(schema)) is not None:
-                        raise RequestError(f"grammar cannot be followed: {error}")
-            source = self._matcher.grammar_from_lark(_by_ids(params.grammar, self._text_ids))
+    def matcher(self, name: str, params: SamplingParams) -> LLMatcher:
+        """The matcher, at its beginning, of the parameter with that name. Raises RequestError for
+        what the library does not know."""
+        with foreign(f"{name} cannot be followed", RequestError):  # nested too deeply, no Unicode
+            source = self._source(params)
+        return self._beginning(name, source).deep_copy()
+
+    def _source(self, params: SamplingParams) -> str:
+        """What the parameters ask for, as the library reads it."""
+        grammar: str
+        if (pattern := params.pattern) is not None:
+            grammar = self._matcher.grammar_from_regex(pattern)
+        elif params.schema is not None:
+            _check_usable("schema", params.schema)
+            spaces = {"whitespace_pattern": WHITESPACE}
+            grammar = self._matcher.grammar_from_json_schema(json.dumps(params.schema), spaces)
         else:
-            return None
-        return self._constraint(name, self._beginning(name, source).deep_copy())
+            assert params.grammar is not None
+            for schema in _schemas_in(params.grammar):
+                _check_usable("grammar", schema)
+            grammar = self._matcher.grammar_from_lark(_by_ids(params.grammar, self._text_ids))
+        return grammar
 
     def _new_beginning(self, name: str, source: str) -> LLMatcher:
         """The matcher at the beginning of every answer with the same constraint."""
@@ -416,11 +470,13 @@ class Constraints:
                 self._tokenizer, source, log_level=0, limits=self._limits
             )
             # Finds what is wrong, and the first takes longest.
-            self._constraint(name, matcher).mask_after((), 0)
+            self.constraint(name, matcher).mask_after((), 0)
         return matcher
 
-    def _constraint(self, name: str, matcher: LLMatcher) -> Constraint:
-        return Constraint(name, matcher, self._size, self._threads, self._ends)
+    def constraint(
+        self, name: str, matcher: LLMatcher, words: BadWords | None = None
+    ) -> Constraint:
+        return Constraint(name, matcher, self._size, self._threads, self._ends, words)
 
 
 def _library_tokenizer(

@@ -193,6 +193,14 @@ class Engine(TokenEngine):
         """As `Steps.compile`, the draft model's steps included."""
         self.steps.compile(progress, *([] if self.draft is None else [self.draft.steps]))
 
+    def weights_are_read(self) -> None:
+        """To be called when the weights are there, after `compile`. Only then it is known which of
+        them have `row_scales`: where some do, steps are lowered and compiled once more."""
+        if any(w.row_scales for w in (*self.weights.values(), *self.adapters.multiplied)):
+            for steps in (self.steps, *([] if self.draft is None else [self.draft.steps])):
+                steps.lower_again()
+            self.compile()
+
     def compile_batches(self, params: SamplingParams) -> None:
         """Compile what an answer needs in company, besides what it needs alone."""
         self.steps.compile_batches()
@@ -203,6 +211,11 @@ class Engine(TokenEngine):
     @property
     def gpu(self) -> AdapterInfo:
         return self.device.adapter
+
+    @property
+    def products(self) -> str:
+        """What many rows are multiplied in, as of AdapterInfo."""
+        return "f32" if self.options.invariant else self.gpu.products
 
     @property
     def queue(self) -> StepQueue:
@@ -240,13 +253,13 @@ class Engine(TokenEngine):
         come after them."""
         self.check_prompt(prompt_ids)
         self.check_adapter(adapter)
-        assert params.constrained == (constraint is not None)
+        assert params.masked == (constraint is not None)
         # The last token needs no position, as nothing comes after it.
         limit = self.context - len(prompt_ids)
         limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
         sampler = None
         if logits_processor is not None:
-            sampler = NumpySampler(params, self.vocab_size, prompt_ids, logits_processor)
+            sampler = NumpySampler(params, self.vocab_size, prompt_ids, logits_processor, stop_ids)
             sampler.ids = np.append(sampler.ids, np.array(generated, np.int64))
         # With a mask only the body of the second step is ahead.
         ahead = 1 if sampler is not None else 2 if constraint is not None else self.options.ahead

@@ -38,8 +38,9 @@ class Resident:
             context=self._steps.context,
             stop_ids=answer.stop_ids,
         )
-        bias = answer.params.logit_bias
-        self._sampler.begin(slot, record[0], answer.prompt, bias, ids[prompt:])
+        params = answer.params
+        own = params.logit_bias, ids[prompt:], params.allowed_token_ids
+        self._sampler.begin(slot, record[0], answer.prompt, *own)
 
     def rotate_for(self, length: int) -> None:
         """Write the rotary table of this length (`table_length`), unless it is there."""

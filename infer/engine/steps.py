@@ -248,6 +248,15 @@ class Steps:
         for steps, key in wanted:
             steps.plan(*key)
 
+    def lower_again(self) -> None:
+        """Lower anew what has been lowered, of weights that have `row_scales` now. No plan may be
+        in use."""
+        self.lowered = {
+            (kind, by_row): self.lower(self._kinds[kind], self.logits, by_row)
+            for kind, by_row in self.lowered
+        }
+        self._plans.clear()
+
     @property
     def _first_keys(self) -> list[tuple[str, bool]]:
         return [key for key in self.lowered if key[0] in self._first]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -65,7 +67,8 @@ class TokenAnswer(Iterator[Step]):
     """The tokens after a prompt, one by one, a stop id included. Close it to end it early.
 
     steps: those that nobody has taken. cancelled: it ends before the next step. error: what ended
-    it, until that is raised.
+    it, until that is raised. deadline: of time.monotonic(), after which nobody waits for a step.
+    timed_out: somebody had to stop waiting.
     """
 
     engine: TokenEngine
@@ -75,6 +78,8 @@ class TokenAnswer(Iterator[Step]):
     ended: bool
     cancelled: bool
     error: InferError | None
+    deadline = math.inf
+    timed_out = False
 
     def __next__(self) -> Step:
         step = self.engine.next_step(self)
@@ -89,7 +94,12 @@ class TokenAnswer(Iterator[Step]):
     @property
     def is_ready(self) -> bool:
         """Whether its next step, or its end, is there without waiting."""
-        return bool(self.steps) or self.error is not None or self.ended or self.cancelled
+        known = bool(self.steps) or self.error is not None or self.ended or self.cancelled
+        return known or self.is_late
+
+    @property
+    def is_late(self) -> bool:
+        return self.deadline < math.inf and time.monotonic() >= self.deadline
 
 
 class TokenEngine(ABC):
@@ -147,7 +157,8 @@ class TokenEngine(ABC):
             )
 
     def next_step(self, answer: TokenAnswer) -> Step | None:
-        """The next of an answer's steps; None at its end. Raises what ended it."""
+        """The next of an answer's steps; None at its end, and where it is late. Raises what ended
+        it."""
         while True:
             if not answer.steps:
                 self.wait(lambda: answer.is_ready)
@@ -159,6 +170,9 @@ class TokenEngine(ABC):
                 error, answer.error = answer.error, None
                 raise error
             if over:
+                return None
+            if answer.is_late:
+                answer.timed_out = True
                 return None
 
     @abstractmethod

@@ -183,7 +183,7 @@ class _Worker:
     def _take(self, message: object, engine: Engine) -> None:
         match message:
             case Begin(key):
-                if message.params.constrained:
+                if message.params.masked:
                     self._compiling.add(key)
                     self._compilers.submit(self._compile, message)
                 else:

@@ -25,6 +25,7 @@ from infer.server.protocol import (
     TopLogprob,
     sampling_params,
 )
+from infer.text.chat import THINKING_ARGS
 from infer.text.tools import ToolCall as Called
 from infer.text.tools import ToolCallDelta, ToolOptions
 
@@ -97,7 +98,7 @@ def reasoning_args(effort: str | None) -> dict[str, Any]:
     if effort is None:
         return {}
     thinks = effort != "none"
-    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    return dict(zip(THINKING_ARGS, (effort, thinks, thinks), strict=True))
 
 
 def template_args(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:

@@ -207,7 +207,7 @@ class LLMClient:
         chat: ToolOptions = {} if tools is None else {"tools": [], **tools}
         begin = partial(self._llm.astream, params=params, adapter=adapter, cache_salt=cache_salt)
         has_grammar = params.constrained or bool(chat.get("tools"))
-        if len(ids) <= _SHORT and not has_grammar:
+        if len(ids) <= _SHORT and not (has_grammar or params.bad_words):
             return _Answer(self, begin(ids, **chat))
         threads = self._grammars if has_grammar else None
         loop = asyncio.get_running_loop()

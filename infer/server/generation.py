@@ -24,7 +24,8 @@ from infer.server.engine import Answer, EngineClient, LongPromptError
 from infer.server.errors import ApiError, api_error
 from infer.server.protocol import MAX_ANSWERS, RequestT, named_in
 from infer.server.threads import in_thread
-from infer.text.chat import left_out
+from infer.text.answer import answer_style
+from infer.text.chat import THINKING_ARGS, left_out
 from infer.text.tools import ToolOptions, check_tools
 
 log = logging.getLogger(__name__)
@@ -172,12 +173,14 @@ async def encode(call: Call[Any], job: Job) -> list[list[int]]:
 
 async def note_left_out(call: Call[Any], prompt: Prompt, template_args: Mapping[str, Any]) -> None:
     """Tell the client what the chat template leaves out of a prompt, which has been encoded, and
-    the log once for each kind of message."""
+    which arguments it does not read; and the log once for each kind of message and argument."""
     engine, service = call.service.engine, call.service
     if not engine.templates or not _is_chat(prompt):
         return
-    variables = {**engine.special_tokens, **template_args}
-    texts = await in_thread(partial(left_out, engine.templates, prompt, variables))
+    if template_args.get("reasoning_effort") == "none" and not answer_style(engine.template).thinks:
+        template_args = {k: v for k, v in template_args.items() if k not in THINKING_ARGS}
+    own = engine.templates, prompt, engine.special_tokens, template_args
+    texts = await in_thread(partial(left_out, *own))
     call.warnings += texts
     for text in texts:
         if text not in service.noted:

@@ -19,7 +19,7 @@ from infer.engine.constraint import lark_of
 from infer.foreign import foreign, shown
 from infer.kernels.errors import RequestError
 from infer.kernels.state.step import MAX_LOGPROBS
-from infer.sampling import SamplingParams
+from infer.sampling import CONSTRAINTS, SamplingParams
 from infer.server.errors import ApiError
 from infer.text.tools import ToolOptions
 
@@ -103,10 +103,11 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
 
 
 class GenerationRequest(Request, kw_only=True):
-    """What both ways of generating take. What is None is left to the model. ignore_eos, min_tokens,
-    schema, regex, grammar and cache_salt are no parameters of OpenAI's; structured_outputs and
-    those that are guided are vLLM's names of schema, regex and grammar, json_schema llama.cpp's. A
-    grammar is Lark, or GBNF as llama.cpp has it."""
+    """What both ways of generating take. What is None is left to the model. OpenAI has no
+    parameters from min_tokens to ignore_eos but stop, and neither bad_words, allowed_token_ids,
+    schema, regex, choices, grammar nor cache_salt; structured_outputs and those that are guided are
+    vLLM's names of schema, regex, choices and grammar, json_schema llama.cpp's. A grammar is Lark,
+    or GBNF as llama.cpp has it."""
 
     labels: ClassVar = Request.labels | {"prediction", "service_tier", "store"}
 
@@ -114,9 +115,13 @@ class GenerationRequest(Request, kw_only=True):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_ANSWERS)] = 1
     max_tokens: int | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] = 0
-    ignore_eos: bool = False
+    min_tokens: int = 0
     stop: str | Annotated[list[str], Meta(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=1024)] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    bad_words: Annotated[list[str | list[int]], Meta(max_length=1024)] | None = None
+    allowed_token_ids: list[int] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -129,6 +134,7 @@ class GenerationRequest(Request, kw_only=True):
     response_format: ResponseFormat | None = None
     schema: dict[str, Any] | None = None
     regex: str | None = None
+    choices: list[str] | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -144,7 +150,7 @@ class GenerationRequest(Request, kw_only=True):
 
     @property
     def constraint(self) -> tuple[str, str, Any] | None:
-        """What the answer is held to: the name in this request, "schema", "regex", "choice" or
+        """What the answer is held to: the name in this request, "schema", "regex", "choices" or
         "grammar", and its value. Raises ApiError (400) for two."""
         of_vllm = self.structured_outputs or StructuredOutputs()
         given = [
@@ -157,8 +163,9 @@ class GenerationRequest(Request, kw_only=True):
             ("regex", "regex", self.regex),
             ("guided_regex", "regex", self.guided_regex),
             ("structured_outputs", "regex", of_vllm.regex),
-            ("guided_choice", "choice", self.guided_choice),
-            ("structured_outputs", "choice", of_vllm.choice),
+            ("choices", "choices", self.choices),
+            ("guided_choice", "choices", self.guided_choice),
+            ("structured_outputs", "choices", of_vllm.choice),
             ("grammar", "grammar", self.grammar),
             ("guided_grammar", "grammar", self.guided_grammar),
             ("structured_outputs", "grammar", of_vllm.grammar),
@@ -300,15 +307,7 @@ def sampling_params(
     """Raises ApiError (400) for a value that is out of range."""
     given = {name: getattr(request, name, None) for name in _SAMPLING}
     given |= {"max_tokens": max_tokens, "logprobs": logprobs}
-    given |= {"schema": None, "regex": None, "grammar": None}
-    if request.min_tokens > 0 and (request.stop or not request.ignore_eos):
-        raise ApiError(
-            400,
-            "min_tokens is not supported, but with ignore_eos and without stop: then an answer has "
-            "max_tokens. Leave it out.",
-            param="min_tokens",
-            code="unsupported_parameter",
-        )
+    given |= dict.fromkeys(CONSTRAINTS)
     if request.seed is not None:
         given["seed"] = request.seed % 2**64  # OpenAI's are signed
     constraint = request.constraint
@@ -323,8 +322,6 @@ def sampling_params(
 def _constrained(kind: str, value: Any) -> dict[str, Any]:
     """The option of SamplingParams that holds answers to a `GenerationRequest.constraint`. Raises
     RequestError."""
-    if kind == "choice":
-        return {"regex": "|".join(map(re.escape, value))}
     if kind == "schema" and isinstance(value, str):
         with foreign("schema is not valid JSON", RequestError):
             return {kind: json.loads(value)}
@@ -349,7 +346,7 @@ _UNLIMITED = {"max_tokens": 2**32 - 1, "top_k": 0}
 def named_in(message: str, request: Request) -> str | None:
     """The parameter that an error's message is about, as the request has it."""
     name = re.match(r"\w*", message)[0]  # type: ignore[index]
-    if name in ("schema", "regex", "grammar") and isinstance(request, GenerationRequest):
+    if name in CONSTRAINTS and isinstance(request, GenerationRequest):
         return None if request.constraint is None else request.constraint[0]
     known = *_SAMPLING, *ToolOptions.__optional_keys__, *request.__struct_fields__
     return name if name in known else None

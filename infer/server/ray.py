@@ -66,6 +66,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     api_keys: list[str] = []
     allowed_hosts: list[str] | None = None
     device: str | None = None
+    precision: str = "auto"
     context: int | None = None
     dtype: str | None = None
     quantize: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,20 +189,50 @@ def render(
 def left_out(
     templates: Mapping[str, str],
     messages: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
+    special_tokens: Mapping[str, str],
+    template_args: Mapping[str, Any],
     template: str | None = None,
 ) -> list[str]:
-    """A sentence for each kind of message that a chat template leaves out of the prompt. The
-    arguments are those that `choose_template` and `render` have taken."""
-    source = choose_template(templates, template, with_tools=variables.get("tools") is not None)
+    """A sentence for each kind of message that a chat template leaves out of the prompt, and for
+    each argument that it does not read. The arguments are those that `choose_template` and `render`
+    have taken. special_tokens: further variables, by which nobody asks for anything."""
+    with_tools = template_args.get("tools") is not None
+    source = choose_template(templates, template, with_tools=with_tools)
     keys = ("role", "content", "tool_calls")
     given = [{key: each[key] for key in keys if each.get(key)} for each in messages]
     # No variable of templates: `render_chat` obeys it.
-    read = {key: value for key, value in variables.items() if key != "continue_final_message"}
-    forms, written = _written(source, given, read)
-    return [
+    args = {key: value for key, value in template_args.items() if key != "continue_final_message"}
+    forms, written = _written(source, given, {**special_tokens, **args})
+    told = [
         f"The chat template leaves {what} out of the prompt." for what in forms.left_out(written)
     ]
+    return [*told, *_unread(source, special_tokens, args)]
+
+
+# Names under which templates read whether to think, and how much: one of them is enough.
+THINKING_ARGS = ("reasoning_effort", "enable_thinking", "thinking")
+
+
+def _unread(
+    source: str, special_tokens: Mapping[str, str], template_args: Mapping[str, Any]
+) -> Iterator[str]:
+    from infer.text.template import arguments
+
+    read, offered = arguments(source)
+    # Tools are in the prompt in any case, and where it ends is no matter of the template alone.
+    other = ("tools", "add_generation_prompt")
+    given = [key for key, value in template_args.items() if value is not None and key not in other]
+    unread = [name for name in given if name not in read]
+    thinking = [name for name in THINKING_ARGS if name in given]
+    extra = {*thinking} if read.intersection(thinking) else {*thinking[1:]}
+    usual = {"messages", *other, *special_tokens}
+    others = ", ".join(sorted(offered - usual - {*given})) or "none"
+    for name in unread:
+        if name not in extra:
+            yield (
+                f"The chat template does not read {name}, which therefore changes nothing. Other "
+                f"arguments that it reads: {others}."
+            )
 
 
 def _written(

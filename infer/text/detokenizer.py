@@ -110,8 +110,10 @@ class StopStrings:
         hit: the stop string that was found, None so far.
     """
 
-    def __init__(self, stops: str | Sequence[str]) -> None:
+    def __init__(self, stops: str | Sequence[str], *, include: bool = False) -> None:
         """
+        include: cut behind the stop string.
+
         Raises:
             RequestError: a stop string that is empty or not text.
         """
@@ -120,20 +122,21 @@ class StopStrings:
             raise RequestError(
                 f"Stop strings must be texts that are not empty, not {shown(stops)}."
             )
-        self._held = ""
+        self._held, self._include = "", include
         self.hit: str | None = None
 
-    def add(self, piece: str) -> str:
-        """The text that may be shown now; nothing any more after a hit."""
+    def add(self, piece: str, *, may_end: bool = True) -> str:
+        """The text that may be shown now; nothing any more after a hit. may_end: a stop string that
+        this piece completes counts."""
         if self.hit is not None:
             return ""
         text = self._held + piece
         starts = ((text.find(stop), stop) for stop in self._stops)
         found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
-        if found:
-            _, start, self.hit = min(found)
+        if found and may_end:
+            end, start, self.hit = min(found)
             self._held = ""
-            return text[:start]
+            return text[: end if self._include else start]
         end = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[end:]
         return text[:end]

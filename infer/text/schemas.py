@@ -179,6 +179,19 @@ def standalone(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
+def closed(schema: Any) -> Any:
+    """A schema of pydantic's, whose models ignore properties that they do not know: there need not
+    be any."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    own = {name: closed(each) for name, each in schema.items()}
+    if schema.get("type") == "object" and "properties" in schema:
+        own.setdefault("additionalProperties", False)
+    return own
+
+
 def target(pointer: object, root: object) -> object:
     """What a reference within a schema is to. Raises SchemaError for another."""
     if not isinstance(pointer, str) or not re.match(r"#(/|$)", pointer):
@@ -233,7 +246,7 @@ def _plain_ways(schema: Mapping[str, Any]) -> list[Way]:
     values = [schema["const"]] if "const" in schema else None
     if "enum" in schema:
         listed = _list(schema, "enum")
-        values = [each for each in listed if values is None or _same(each, values[0])]
+        values = [each for each in listed if values is None or is_same(each, values[0])]
     found = []
     for kind in types:
         way: Way = {"type": kind}
@@ -270,7 +283,7 @@ def _check(key: str, value: object) -> None:
         raise SchemaError(f"{key} must not be {value!r}")
 
 
-def _same(one: object, other: object) -> bool:
+def is_same(one: object, other: object) -> bool:
     """Whether two values are the same in JSON, where 1 is 1.0 and not true."""
     return isinstance(one, bool) == isinstance(other, bool) and one == other
 
@@ -325,7 +338,7 @@ def _together(one: Way, other: Way) -> Way:
         elif key in _ALL:
             way[key] = [*one[key], *other[key]]
         elif key == "enum":
-            way[key] = [a for a in one[key] if any(_same(a, b) for b in other[key])]
+            way[key] = [a for a in one[key] if any(is_same(a, b) for b in other[key])]
         elif key == "required":
             way[key] = [*dict.fromkeys((*one[key], *other[key]))]
         elif key in ("items", "additionalProperties"):

@@ -27,6 +27,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import (
@@ -107,6 +108,22 @@ def reads(source: str, name: str) -> bool:
     """Whether a template reads a variable. Raises TokenizerError where it is not Jinja."""
     names = compile_template(source).environment.parse(source).find_all(nodes.Name)
     return any(each.name == name and each.ctx == "load" for each in names)
+
+
+@lru_cache(maxsize=32)
+def arguments(source: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The variables that a template may read before it has set them, and those among them that are
+    not its own, as far as one can see: it never sets them, or asks whether they are defined. Raises
+    TokenizerError where it is not Jinja."""
+    parsed = compile_template(source).environment.parse(source)
+    read = find_undeclared_variables(parsed)
+    asked = {
+        test.node.name
+        for test in parsed.find_all(nodes.Test)
+        if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name)
+    }
+    own = {each.name for each in parsed.find_all(nodes.Name) if each.ctx == "store"} - asked
+    return frozenset(read), frozenset(read - own)
 
 
 class _Budget:

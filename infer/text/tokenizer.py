@@ -242,10 +242,10 @@ class Tokenizer:
         template: str | None = None,
         **template_args: Any,
     ) -> list[str]:
-        """A sentence for each kind of message that the chat template leaves out of the prompt. The
-        arguments are those that `render_chat` has taken."""
-        variables = self.special_tokens | template_args
-        return left_out(self.templates, messages, variables, template)
+        """A sentence for each kind of message that the chat template leaves out of the prompt, and
+        for each argument that it does not read. The arguments are those that `render_chat` has
+        taken."""
+        return left_out(self.templates, messages, self.special_tokens, template_args, template)
 
     def encode_chat(
         self,

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
-import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
 
 from infer.foreign import reason, shown
 from infer.kernels.errors import RequestError
+from infer.text.functions import PythonFunction
 
 # {"type": "function", "function": {"name", "description", "parameters": a JSON schema, "strict"}},
 # or a Python function, which its signature and docstring describe.
 Tool = Mapping[str, Any] | Callable[..., Any]
-# "none", "auto", "required", or {"type": "function", "function": {"name"}}
+# "none", "auto", "required", or a tool's name, also as {"type": "function", "function": {"name"}}
 ToolChoice = str | Mapping[str, Any]
 
 MAX_TOOLS = 1024
@@ -42,8 +41,16 @@ class ToolCall:
     name: str
     arguments: str = ""
 
+    def __post_init__(self) -> None:
+        self._function: PythonFunction | None = None  # no field: it is nothing that a model wrote
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.id, self.name, self.arguments)  # functions may not be pickled
+
     def parsed(self) -> dict[str, Any]:
-        """The arguments. Raises ValueError where they are no JSON object."""
+        """The arguments: of a Python function that was given as a tool as the types that it takes
+        (but not in a copy of this object), of others as JSON has them. Raises ValueError where they
+        are no JSON object, and where the Python function does not take them."""
         try:
             value = json.loads(self.arguments)
             # An escape may be half of a pair, which is no text that can be sent on.
@@ -52,14 +59,19 @@ class ToolCall:
             value = None
         if not isinstance(value, dict):
             raise ValueError(f"the arguments of {self.name} are no JSON object")
-        return value
+        return value if self._function is None else self._function.read(value)
 
 
-def add_deltas(calls: list[ToolCall], deltas: Sequence[ToolCallDelta]) -> None:
-    """Put pieces of calls where they belong."""
+def add_deltas(
+    calls: list[ToolCall],
+    deltas: Sequence[ToolCallDelta],
+    functions: Mapping[str, PythonFunction] | None = None,
+) -> None:
+    """Put pieces of calls where they belong. functions: the tools that are Python functions."""
     for delta in deltas:
         if delta.id is not None and delta.name is not None:
             calls.append(ToolCall(delta.id, delta.name))
+            calls[-1]._function = (functions or {}).get(delta.name)
         calls[delta.index].arguments += delta.arguments
 
 
@@ -76,13 +88,15 @@ class Tools:
     """ToolOptions that have been checked. required: at least one call. parallel: several may come.
 
     offered: those that the prompt describes, None for none: with the choice "none" nothing can be
-    called, nor is a call that comes all the same anything but text.
+    called, nor is a call that comes all the same anything but text. python: those of them that are
+    Python functions.
     """
 
     offered: list[dict[str, Any]] | None
     required: bool = False
     named: str | None = None  # the only function that may be called
     parallel: bool = True
+    python: Mapping[str, PythonFunction] = field(default_factory=dict)
 
     @property
     def functions(self) -> dict[str, dict[str, Any]] | None:
@@ -99,54 +113,64 @@ def check_tools(
     parallel_tool_calls: bool = True,
 ) -> Tools:
     """Raises RequestError, which says where the mistake is."""
-    offered = _checked(tools or ())
-    names = [tool["function"]["name"] for tool in offered]
+    checked = _checked(tools or ())
+    offered = [tool for tool, _ in checked.values()]
     if not isinstance(parallel_tool_calls, bool):
         raise RequestError(
             f"parallel_tool_calls must be true or false, not {shown(parallel_tool_calls)}."
         )
-    named = None
-    if isinstance(tool_choice, Mapping):
-        function = tool_choice.get("function")
-        named = function.get("name") if isinstance(function, Mapping) else None
-        if tool_choice.get("type") != "function" or not isinstance(named, str):
-            raise RequestError(
-                'tool_choice must be "none", "auto", "required" or {"type": "function", '
-                f'"function": {{"name": ...}}}}, not {shown(tool_choice)}.'
-            )
-        if named not in names:
-            raise RequestError(f"tool_choice names {shown(named)}, which is not among the tools.")
-    elif tool_choice not in ("none", "auto", "required"):
+    named = None if tool_choice in ("none", "auto", "required") else _named(tool_choice)
+    if named is not None and named not in checked:
         raise RequestError(
-            f'tool_choice must be "none", "auto", "required" or name a function, not '
-            f"{shown(tool_choice)}."
+            f"tool_choice names {shown(named)}, which is not among the tools. It can be one of "
+            'their names, "none", "auto" or "required".'
         )
     if tool_choice == "required" and not offered:
         raise RequestError("tool_choice is required, and there are no tools.")
     if tool_choice == "none" or not offered:
         return Tools(None)
     required = tool_choice == "required" or named is not None
-    return Tools(offered, required, named, parallel_tool_calls)
+    python = {name: function for name, (_, function) in checked.items() if function is not None}
+    return Tools(offered, required, named, parallel_tool_calls, python)
 
 
-def _checked(tools: object) -> list[dict[str, Any]]:
+def _named(choice: object) -> str:
+    """The name of the tool that has to be called. Raises RequestError."""
+    name = choice
+    if isinstance(choice, Mapping):
+        function = choice.get("function") if choice.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise RequestError(
+            'tool_choice must be "none", "auto", "required", the name of a tool, or {"type": '
+            f'"function", "function": {{"name": ...}}}}, not {shown(choice)}.'
+        )
+    return name
+
+
+def _checked(tools: object) -> dict[str, tuple[dict[str, Any], PythonFunction | None]]:
+    """The tools by their names; beside each what it is in Python."""
     if not isinstance(tools, list | tuple):
         raise RequestError(f"tools must be a list, not {shown(tools)}.")
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"tools must be at most {MAX_TOOLS}, not {len(tools)}.")
-    checked: dict[str, dict[str, Any]] = {}
+    checked: dict[str, tuple[dict[str, Any], PythonFunction | None]] = {}
     for index, tool in enumerate(tools):
-        plain = _checked_tool(f"tools[{index}]", tool)
+        where, function = f"tools[{index}]", None
+        if callable(tool) and not isinstance(tool, Mapping):
+            try:
+                function = PythonFunction.of(tool)
+            except RequestError as error:
+                raise RequestError(f"{where}: {error}") from error
+        plain = _checked_tool(where, tool if function is None else function.tool)
         name = plain["function"]["name"]
         if name in checked:
             raise RequestError(f"tools[{index}].function.name is {name} again.")
-        checked[name] = plain
-    return list(checked.values())
+        checked[name] = plain, function
+    return checked
 
 
 def _checked_tool(where: str, tool: object) -> dict[str, Any]:
-    if callable(tool) and not isinstance(tool, Mapping):
-        tool = _described(where, tool)
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
         raise RequestError(
@@ -181,55 +205,3 @@ def _checked_tool(where: str, tool: object) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{where} must be made of JSON types: {reason(error)}") from error
     return plain
-
-
-def _described(where: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """A Python function as a tool. Raises RequestError for a parameter whose type is not known."""
-    name = getattr(function, "__name__", type(function).__name__)
-    try:
-        hints = get_type_hints(function)
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError, NameError) as error:
-        raise RequestError(f"{where}: {name} cannot be described: {reason(error)}") from error
-    properties, required = {}, []
-    for each in parameters:
-        schema = _schema(hints.get(each.name))
-        if schema is None or each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
-            raise RequestError(
-                f"{where}: the parameter {each.name} of {name} must be annotated with str, int, "
-                "float, bool, list, dict, Literal, or these or None. Or give the tool as a "
-                "dictionary."
-            )
-        properties[each.name] = schema
-        if each.default is each.empty:
-            required.append(each.name)
-    described = {
-        "name": name,
-        "description": inspect.getdoc(function) or "",
-        "parameters": {"type": "object", "properties": properties, "required": required},
-    }
-    return {"type": "function", "function": described}
-
-
-_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
-
-
-def _schema(hint: Any) -> dict[str, Any] | None:
-    """The JSON schema of a type; None if there is none."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint in _TYPES or origin is dict:
-        return {"type": _TYPES[dict if origin is dict else hint]}
-    if hint is type(None):
-        return {"type": "null"}
-    if hint is list:
-        return {"type": "array"}
-    if origin is Literal:
-        return {"enum": list(arguments)}
-    schemas = [_schema(each) for each in arguments]
-    if None in schemas:
-        return None
-    if origin is list:
-        return {"type": "array", "items": schemas[0]}
-    if origin in (Union, types.UnionType):
-        return {"anyOf": schemas}
-    return None

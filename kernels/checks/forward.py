@@ -27,16 +27,20 @@ Ids = Sequence[int] | NDArray[np.integer[Any]]
 Floats = NDArray[np.float32]
 
 
-class Options(TypedDict, total=False):
-    """What every function takes besides its own arguments.
+class Timings(TypedDict, total=False):
+    """timings is filled with the seconds of each kernel, by its label."""
 
-    fuse=False gives each op a kernel of its own. tuning chooses the variants. timings is filled
-    with the seconds of each kernel, by its label.
+    timings: dict[str, float]
+
+
+class Options(Timings, total=False):
+    """What functions of operations take besides their own arguments.
+
+    fuse=False gives each op a kernel of its own. tuning chooses the variants.
     """
 
     fuse: bool
     tuning: Tuning
-    timings: dict[str, float]
 
 
 class Forward:

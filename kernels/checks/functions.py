@@ -6,35 +6,75 @@
     ...     seconds = functions.profile(functions.rmsnorm, device, x, weight, eps=1e-6)
 
 Every function traces its op and lowers it as a model's forward is lowered, so what runs is what the
-engine runs. Arrays of activations are [rows, width], of any float type; results are float32. All
-take fuse, tuning and timings besides their own arguments (forward.Options). Arguments that do not
-fit raise ShaderError or ValueError. The functions allocate, copy and wait, so they are for trying
-and testing: `profile` says what a kernel itself takes.
+engine runs. Docstrings give the shapes of arrays. These may be of any type of real numbers, or
+lists: they are taken as float32, and results are float32. `dtype` is how a matrix is stored on the
+GPU: f32, f16, bf16, q8 or q4, which are rounded to. Where matrices are multiplied, integers of q8
+and q4 are multiplied with activations rounded to int8.
 
-Each operation of ops/functional.py is a function of its own fields here, with arrays for
-activations and weights, None where it can do without, and two options: `position` of the first row,
-and `dtype`, in which matrices are stored. What needs more than that is a `run_NAME` among
-the cases of its family, which is NAME here.
+All take three more options (forward.Options): fuse=False, for a kernel for each op; tuning, which
+chooses the variants; timings, a dictionary that is filled with the seconds of each kernel. `sample`
+takes timings alone. Arguments that do not fit raise ShaderError, which says of which function. The
+functions allocate, copy and wait, so they are for trying and testing: `profile` says what a kernel
+itself takes.
+
+The functions are the `run_NAME` of the families of operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import Any
 
-import numpy as np
-
-from infer.kernels.checks.bench import Bench
-from infer.kernels.checks.check import FAMILIES
-from infer.kernels.checks.forward import Floats, Options
-from infer.kernels.compiler.graph import Add, Mul, Value
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.shader import Param, render_text
-from infer.kernels.gpu.tensor import GpuTensor
-from infer.kernels.ops import functional
-from infer.kernels.ops.rope_check import rope_table as rope_table
+from infer.kernels.ops.attention_check import run_attention as attention
+from infer.kernels.ops.attention_check import run_attention_matrix as attention_matrix
+from infer.kernels.ops.attention_check import run_attention_prompts as attention_prompts
+from infer.kernels.ops.attention_check import run_attention_scores as attention_scores
+from infer.kernels.ops.attention_check import run_attention_softmax as attention_softmax
+from infer.kernels.ops.attention_check import run_attention_tiled as attention_tiled
+from infer.kernels.ops.attention_check import run_kv_write as kv_write
+from infer.kernels.ops.attention_check import run_latent_write as latent_write
+from infer.kernels.ops.attention_check import run_rope_attention as rope_attention
+from infer.kernels.ops.attention_check import run_rope_kv_write as rope_kv_write
+from infer.kernels.ops.attention_check import run_softmax as softmax
+from infer.kernels.ops.attention_check import run_weighted_sum as weighted_sum
+from infer.kernels.ops.elementwise_check import run_activation as activation
+from infer.kernels.ops.elementwise_check import run_clip as clip
+from infer.kernels.ops.elementwise_check import run_elementwise_add as elementwise_add
+from infer.kernels.ops.elementwise_check import run_elementwise_mul as elementwise_mul
+from infer.kernels.ops.elementwise_check import run_position_scale as position_scale
+from infer.kernels.ops.elementwise_check import run_scale as scale
+from infer.kernels.ops.elementwise_check import run_sigmoid_gate as sigmoid_gate
+from infer.kernels.ops.elementwise_check import run_silu as silu
+from infer.kernels.ops.elementwise_check import run_softcap as softcap
+from infer.kernels.ops.elementwise_check import run_xielu as xielu
+from infer.kernels.ops.embedding_check import run_embedding as embedding
+from infer.kernels.ops.embedding_check import run_position_embedding as position_embedding
+from infer.kernels.ops.embedding_check import run_take_rows as take_rows
+from infer.kernels.ops.experts_check import run_expert_down as expert_down
+from infer.kernels.ops.experts_check import run_expert_gate_up as expert_gate_up
+from infer.kernels.ops.experts_check import run_route as route
+from infer.kernels.ops.hidden_check import run_hidden_before as hidden_before
+from infer.kernels.ops.hidden_check import run_keep_hidden as keep_hidden
+from infer.kernels.ops.linear_check import run_head_linear as head_linear
+from infer.kernels.ops.linear_check import run_matmul as matmul
+from infer.kernels.ops.linear_check import run_matmul_lanes as matmul_lanes
+from infer.kernels.ops.linear_check import run_matmul_matrix as matmul_matrix
+from infer.kernels.ops.linear_check import run_matmul_rows as matmul_rows
+from infer.kernels.ops.linear_check import run_matmul_tiled as matmul_tiled
+from infer.kernels.ops.linear_check import run_matmul_vec as matmul_vec
+from infer.kernels.ops.lora_check import run_lora_down as lora_down
+from infer.kernels.ops.lora_check import run_lora_up as lora_up
+from infer.kernels.ops.norm_check import run_layernorm as layernorm
+from infer.kernels.ops.norm_check import run_rmsnorm as rmsnorm
+from infer.kernels.ops.recurrent_check import run_delta_rule as delta_rule
+from infer.kernels.ops.recurrent_check import run_short_conv as short_conv
+from infer.kernels.ops.recurrent_check import run_ssm_scan as ssm_scan
+from infer.kernels.ops.rope_check import rope_table
+from infer.kernels.ops.rope_check import run_rope as rope
+from infer.kernels.state.sampler_check import run_sample as sample
 
 
 def profile(
@@ -65,65 +105,54 @@ def validate(
         return own.validate(shader, name)
 
 
-def by_hand(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a Bench as one of a device, and of options. What it takes of the GPU's memory
-    is free again when it returns."""
-
-    def run(device: Device, /, *args: Any, **kwargs: Any) -> Any:
-        options: Any = {name: kwargs.pop(name) for name in Options.__annotations__ & kwargs.keys()}
-        with device.scope():
-            return function(Bench(device, **options), *args, **kwargs)
-
-    _, *own = signature(function).parameters.values()
-    vars(run)["__signature__"] = Signature([_DEVICE, *own])
-    run.__name__, run.__doc__ = name, function.__doc__
-    return run
-
-
-_DEVICE = Parameter("device", Parameter.POSITIONAL_ONLY, annotation=Device)
-
-
-def of_operation(operation: type[Value]) -> Callable[..., Floats]:
-    """An operation as a function of a Bench."""
-    own, hints = signature(operation).parameters, get_type_hints(operation)
-    kinds = {name: (hints[name], *get_args(hints[name])) for name in own}
-
-    def run(
-        bench: Bench, *args: Any, position: int = 0, dtype: str = "f32", **kwargs: Any
-    ) -> Floats:
-        def operand(name: str, value: Any) -> Any:
-            if value is not None and Value in kinds[name]:
-                return bench.input(value)
-            if value is not None and GpuTensor in kinds[name]:
-                return bench.weight(np.atleast_1d(value) if np.isscalar(value) else value, dtype)
-            return value
-
-        given = signature(operation).bind_partial(*args, **kwargs).arguments
-        left_out = {name: None for name, kind in kinds.items() if type(None) in kind}
-        operands = {name: operand(name, value) for name, value in (left_out | given).items()}
-        return bench.run(operation(**operands), position=position)
-
-    bench, _, position, dtype, _ = signature(run).parameters.values()
-    vars(run)["__signature__"] = Signature([bench, *own.values(), position, dtype])
-    run.__doc__ = operation.__doc__
-    return run
-
-
-_OTHERWISE = ("input", "linear", "logits_rows")  # matmul_vec and matmul, take_rows
-_OPERATIONS = {
-    name: operation
-    for name, operation in vars(functional).items()
-    if name.islower() and isinstance(operation, type) and name not in _OTHERWISE
-} | {"elementwise_add": Add, "elementwise_mul": Mul}
-_RUNS = {name: of_operation(operation) for name, operation in _OPERATIONS.items()} | {
-    name.removeprefix("run_"): function
-    for family in FAMILIES
-    for name, function in vars(family).items()
-    if name.startswith("run_")
-}
-globals().update({name: by_hand(name, run) for name, run in _RUNS.items()})
-__all__ = sorted([*_RUNS, "profile", "rope_table", "validate"])
-
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Callable[..., Any]: ...
+__all__ = [
+    "activation",
+    "attention",
+    "attention_matrix",
+    "attention_prompts",
+    "attention_scores",
+    "attention_softmax",
+    "attention_tiled",
+    "clip",
+    "delta_rule",
+    "elementwise_add",
+    "elementwise_mul",
+    "embedding",
+    "expert_down",
+    "expert_gate_up",
+    "head_linear",
+    "hidden_before",
+    "keep_hidden",
+    "kv_write",
+    "latent_write",
+    "layernorm",
+    "lora_down",
+    "lora_up",
+    "matmul",
+    "matmul_lanes",
+    "matmul_matrix",
+    "matmul_rows",
+    "matmul_tiled",
+    "matmul_vec",
+    "position_embedding",
+    "position_scale",
+    "profile",
+    "rmsnorm",
+    "rope",
+    "rope_attention",
+    "rope_kv_write",
+    "rope_table",
+    "route",
+    "sample",
+    "scale",
+    "short_conv",
+    "sigmoid_gate",
+    "silu",
+    "softcap",
+    "softmax",
+    "ssm_scan",
+    "take_rows",
+    "validate",
+    "weighted_sum",
+    "xielu",
+]

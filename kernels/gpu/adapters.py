@@ -7,11 +7,11 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from infer.kernels.errors import DeviceError, UnknownDeviceError
+from infer.kernels.errors import DeviceError, UnknownDeviceError, UnsupportedError
 from infer.kernels.gpu.native import DEFAULT, Library, library
 from infer.kernels.gpu.native.library import MatrixShape
 
@@ -23,6 +23,9 @@ _ORDER = ("discrete", "integrated", "other", "software")
 _lock = threading.Lock()  # the libraries do not hold one while they make the process's instance
 _used: set[Library] = set()  # in this process, or in one that it was forked from
 _forked = False  # from one in which a library had been used
+
+PRECISIONS = ("auto", "f32")
+"""Of products: f16 with sums in f32 where the adapter has matrices for that, or always f32."""
 
 INSTALL_HINT = (
     "Install your GPU's Vulkan driver, or Mesa's software adapter "
@@ -49,6 +52,11 @@ class AdapterInfo:
     webgpu: str = DEFAULT
     matrices: tuple[MatrixShape, ...] = ()
     handle: Any = field(repr=False, compare=False, default=None)
+
+    @property
+    def products(self) -> str:
+        """What many rows are multiplied in: "f16" by matrices, with sums in f32, or else "f32"."""
+        return "f16" if self.matrices else "f32"
 
     def __str__(self) -> str:
         return f"{self.name} ({self.kind}, {self.backend})"
@@ -164,14 +172,31 @@ def is_available() -> bool:
     return bool(list_adapters())
 
 
-def choose_adapter(selector: str | int | None = None, webgpu: str | None = None) -> AdapterInfo:
+def choose_adapter(
+    selector: str | int | None = None, webgpu: str | None = None, precision: str = "auto"
+) -> AdapterInfo:
     """The adapter of that index or with that text in its name; without one, the best. webgpu: the
-    library, as for `list_adapters`.
+    library, as for `list_adapters`. precision: one of PRECISIONS; with "f32" the adapter is given
+    without its matrices, so that kernels use none.
 
     The variable INFER_DEVICE, unless it is empty, stands in for a missing selector. Raises
-    DeviceError where there is no adapter, and UnknownDeviceError, with those there are, when none
-    matches.
+    DeviceError where there is no adapter; UnknownDeviceError, with those there are, when none
+    matches; UnsupportedError for another precision.
     """
+    check_precision(precision)
+    chosen = _choose(selector, webgpu)
+    return replace(chosen, matrices=()) if precision == "f32" else chosen
+
+
+def check_precision(precision: str) -> None:
+    """Raises UnsupportedError for what is none of PRECISIONS."""
+    if precision not in PRECISIONS:
+        raise UnsupportedError(
+            f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r:.200}."
+        )
+
+
+def _choose(selector: str | int | None, webgpu: str | None) -> AdapterInfo:
     adapters = list_adapters(webgpu)
     if not adapters:
         name = library(webgpu).name

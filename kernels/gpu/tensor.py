@@ -19,7 +19,7 @@ and what lies beside them: see `Grouping`. What is quantised here has an f16 sca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
 from typing import Any
 
@@ -121,19 +121,24 @@ class GpuTensor:
     """A weight: dtype a key of ITEMSIZE, one of INTEGERS or a key of CODED; shape (rows, columns),
     or (columns,) for a vector, which is always f32. A tensor larger than one binding lies in
     shards of whole rows. grouping: of one that has scales. order: of its columns, u32 [columns],
-    where these are not in their own; column i goes with the activation's value order[i]."""
+    where these are not in their own; column i goes with the activation's value order[i].
+    row_scales: f32 [rows] of each shard, powers of two, where f16 does not hold some row unless it
+    is divided by its own (`row_scales.scale_rows`); empty where it holds all of them, or where
+    nobody has looked."""
 
     dtype: str
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
     grouping: Grouping = OWN
     order: Buffer | None = None
+    row_scales: dict[Shard, Buffer] = field(default_factory=dict)
 
     @property
     def buffers(self) -> list[Buffer]:
         """All that it is made of."""
         order = [] if self.order is None else [self.order]
-        return [buffer for shard in self.shards for buffer in shard.buffers] + order
+        values = [buffer for shard in self.shards for buffer in shard.buffers]
+        return [*values, *order, *self.row_scales.values()]
 
     @property
     def nbytes(self) -> int:

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Annotated, Any, Required, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from infer.kernels.checks.arrays import Array, from_rows
 from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome
-from infer.kernels.checks.forward import Floats, unwritten
+from infer.kernels.checks.by_hand import by_hand, floats
+from infer.kernels.checks.forward import Floats, Options, unwritten
 from infer.kernels.checks.reference import nmse, softmax
 from infer.kernels.compiler.graph import Value, split
 from infer.kernels.errors import ShaderError
@@ -25,7 +26,14 @@ from infer.kernels.ops.linear_check import ByMatrix, few
 from infer.kernels.ops.norm import RMSNorm
 from infer.kernels.ops.norm_check import rmsnorm
 from infer.kernels.ops.rope import Rope, Rotate
-from infer.kernels.ops.rope_check import frequencies, rope, rope_table, stored_rope
+from infer.kernels.ops.rope_check import (
+    RopeTable,
+    check_rotated,
+    frequencies,
+    rope,
+    rope_table,
+    stored_rope,
+)
 from infer.kernels.state.kv_cache import (
     KV_DTYPES,
     KVCache,
@@ -35,6 +43,7 @@ from infer.kernels.state.kv_cache import (
     kv_block,
     to_kv,
 )
+from infer.kernels.state.step import MAX_PROMPTS
 
 Prompt = tuple[Array, Array, Array]  # q, k and v: as of `run_attention`
 
@@ -90,40 +99,80 @@ def attention(
 # By hand
 
 
-def run_attention(bench: Bench, q: Array, k: Array, v: Array, **options: Any) -> Floats:
-    """softmax(scale * q k^T) v for 1 to 8 rows, by the kernels of decode.
+KVDtype = Annotated[str, KV_DTYPES]
+Q = Annotated[Array, "rows, n_heads * head_dim"]
+K = Annotated[Array, "kv_len, k_width"]
+V = Annotated[Array, "kv_len, v_width"]
+Norms = Annotated[tuple[Array, Array, float] | None, "q_norm", "k_norm"]
+
+
+class AttentionOptions(Options, total=False):
+    """What functions of attention take besides q, k and v: see `run_attention`."""
+
+    n_kv_heads: Required[int]
+    scale: Required[float]
+    window: int
+    softcap: float
+    sinks: Annotated[Array | None, "n_heads"]
+    kv_dtype: KVDtype
+    latent: bool
+
+
+@by_hand
+def run_attention(
+    bench: Bench, q: Q, k: K, v: V, **options: Unpack[AttentionOptions]
+) -> Annotated[Floats, "rows, n_heads * head_dim"]:
+    """softmax(scale * q k^T) v, [rows, n_heads * head_dim], for 1 to 8 rows, by the kernels of
+    decode.
 
     q [rows, n_heads * head_dim] are the last rows of k and v [kv_len, n_kv_heads * head_dim], which
-    are cached as kv_dtype. A row attends to all before it, or to the last `window` positions. A
-    softcap c turns scores s into c tanh(s / c). sinks [n_heads] are scores without a value.
-    latent: keys are k and v side by side, and so are values.
+    are cached as kv_dtype (f32 by default). head_dim is a multiple of 8. A row attends to all
+    before it, or to the last `window` positions. A softcap c turns scores s into c tanh(s / c).
+    sinks [n_heads] are scores without a value. latent: keys are k and v side by side, and so are
+    values.
     """
     few(len(q), "attention_tiled")
     return _attention(bench, [(q, k, v)], 0, **options)
 
 
-def run_attention_tiled(bench: Bench, q: Array, k: Array, v: Array, **options: Any) -> Floats:
-    """What attention computes, by the kernel of prefill, for any number of rows."""
+@by_hand
+def run_attention_tiled(
+    bench: Bench, q: Q, k: K, v: V, **options: Unpack[AttentionOptions]
+) -> Annotated[Floats, "rows, n_heads * head_dim"]:
+    """What `attention` computes, [rows, n_heads * head_dim], by the kernel of prefill, for any
+    number of rows."""
     return _attention(bench, [(q, k, v)], TILED, **options)
 
 
+@by_hand
 def run_attention_matrix(
     bench: Bench,
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Q,
+    k: K,
+    v: V,
     variant: AttentionMatrixVariant | None = None,
-    **options: Any,
-) -> Floats:
-    """What attention computes, for any number of rows, by matrices of f16: the adapter's own, or
-    emulated ones where it has none, or where the variant says so."""
+    **options: Unpack[AttentionOptions],
+) -> Annotated[Floats, "rows, n_heads * head_dim"]:
+    """What `attention` computes, [rows, n_heads * head_dim], for any number of rows, by matrices of
+    f16: the adapter's own, or emulated ones where it has none, or where the variant says so."""
     bench.options["tuning"] = ByMatrix(bench.device, attention=variant)
     return _attention(bench, [(q, k, v)], TILED, **options)
 
 
-def run_attention_prompts(bench: Bench, prompts: Sequence[Prompt], **options: Any) -> Floats:
-    """What attention computes of (q, k, v) of up to eight sequences, by the kernel of prefill that
-    takes several at once: their rows one behind the other."""
+@by_hand
+def run_attention_prompts(
+    bench: Bench, prompts: Sequence[Prompt], **options: Unpack[AttentionOptions]
+) -> Annotated[Floats, "all_rows, n_heads * head_dim"]:
+    """What `attention` computes of the (q, k, v) of each of up to eight sequences, by the kernel of
+    prefill that takes several at once: their rows one behind the other, [all rows, n_heads *
+    head_dim]."""
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise ShaderError(f"it takes 1 to {MAX_PROMPTS} sequences, not {len(prompts)}")
+    prompts = [(floats("q", q), floats("k", k), floats("v", v)) for q, k, v in prompts]
+    for q, k, v in prompts:
+        if any(each.ndim != 2 or not each.size for each in (q, k, v)) or len(k) != len(v):
+            shapes = f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+            raise ShaderError(f"q, k and v must be [rows, width], k and v as many, not {shapes}")
     return _attention(bench, prompts, TILED, **options)
 
 
@@ -139,7 +188,14 @@ def _attention(
     sinks: Array | None = None,
     kv_dtype: str = "f32",
     latent: bool = False,
+    **options: Unpack[Options],
 ) -> Floats:
+    for q, k, v in prompts:
+        _check_heads(q, k.shape[1] + v.shape[1] if latent else k.shape[1], n_kv_heads, len(k))
+        if sinks is not None and q.shape[1] * n_kv_heads != len(sinks) * (
+            k.shape[1] + v.shape[1] if latent else k.shape[1]
+        ):
+            raise ShaderError(f"{len(sinks)} sinks do not fit the heads of q {list(q.shape)}")
     placed = [(len(q), len(k) - len(q)) for q, k, _ in prompts]
     before, rows = list[tuple[Array, Array]](), list[tuple[Array, Array, Array]]()
     for (_, past), (q, k, v) in zip(placed, prompts, strict=True):
@@ -155,19 +211,34 @@ def _attention(
     return bench.run(output, prompts=placed, plan_rows=plan_rows)
 
 
+def _check_heads(q: Array, kv_width: int, n_kv_heads: int, kv_len: int) -> None:
+    """Raises ShaderError where q are not the last rows of so many positions, or not as many heads
+    for each KV head."""
+    if len(q) > kv_len:
+        raise ShaderError(f"q has {len(q)} rows, more than the {kv_len} of k and v")
+    if q.shape[1] % kv_width:
+        raise ShaderError(
+            f"q must be [rows, n_heads * head_dim], n_heads a multiple of {n_kv_heads} and "
+            f"head_dim {kv_width // n_kv_heads}, not {list(q.shape)}"
+        )
+
+
+@by_hand
 def run_attention_scores(
     bench: Bench,
-    q: Array,
-    k: Array,
+    q: Q,
+    k: K,
     *,
     n_kv_heads: int,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    kv_dtype: str = "f32",
-) -> Floats:
-    """scale * q k^T [rows, n_heads, kv_len] for what `attention` takes, and -inf where a row does
-    not attend to a position."""
+    kv_dtype: KVDtype = "f32",
+    **options: Unpack[Options],
+) -> Annotated[Floats, "rows, n_heads, kv_len"]:
+    """scale * q k^T, [rows, n_heads, kv_len], for q [rows, n_heads * head_dim] and k [kv_len,
+    n_kv_heads * head_dim] as of `attention`, and -inf where a row does not attend to a position."""
+    _check_heads(q, k.shape[1], n_kv_heads, len(k))
     cache = _new_cache(bench, k, k, n_kv_heads, kv_dtype, len(k))
     n_heads = q.shape[1] // cache.layers[0].head_dim
     output = _traced(bench, q, cache, scale, window, softcap)
@@ -177,30 +248,60 @@ def run_attention_scores(
     return bench.device.read(scores).reshape(len(q), n_heads, -1)[..., : len(k)].copy()
 
 
-def run_softmax(bench: Bench, x: Array, *, window: int = 0) -> Floats:
-    """The softmax of attention scores x [rows, heads, kv_len] over the positions that each of the
+@by_hand
+def run_softmax(
+    bench: Bench, x: Annotated[Array, "rows, n"], **options: Unpack[Options]
+) -> Annotated[Floats, "rows, n"]:
+    """exp(x) / sum(exp(x)) of each row of x [rows, n]. Scores of attention, of which a row sees
+    some, go through `attention_softmax`."""
+    # The scores of so many heads at the last position, which sees all.
+    y: Floats = run_attention_softmax(bench, x[None])[0]
+    return y
+
+
+@by_hand
+def run_attention_softmax(
+    bench: Bench,
+    x: Annotated[Array, "rows, n_heads, kv_len"],
+    *,
+    window: int = 0,
+    **options: Unpack[Options],
+) -> Annotated[Floats, "rows, n_heads, kv_len"]:
+    """The softmax of attention scores x [rows, n_heads, kv_len] over the positions that each of the
     last rows of kv_len attends to, and 0 for the others."""
     rows, heads, kv_len = x.shape
-    none = np.zeros((0, heads * 8))  # any keys and values: only the shape of the scores matters
-    cache = _new_cache(bench, none, none, heads, "f32", kv_len)
+    _check_rows(rows, kv_len)
+    none = np.zeros((0, 8))  # any keys and values: only the shape of the scores matters
+    cache = _new_cache(bench, none, none, 1, "f32", kv_len)
     output = _traced(bench, np.zeros((rows, heads * 8)), cache, 1.0, window)
     scores, y = _score_matrix(bench, x, np.nan, cache), _score_matrix(bench, x[..., :0], 0.0, cache)
     bench.run_alone("softmax", output, position=kv_len - rows, fuse=False, x=scores, y=y)
     return bench.device.read(y).reshape(rows, heads, -1)[..., :kv_len].copy()
 
 
+def _check_rows(rows: int, kv_len: int) -> None:
+    """Raises ShaderError where rows are not the last of so many positions."""
+    if rows > kv_len:
+        raise ShaderError(f"there are {rows} rows, which cannot be the last of {kv_len} positions")
+
+
+@by_hand
 def run_weighted_sum(
     bench: Bench,
-    p: Array,
-    v: Array,
+    p: Annotated[Array, "rows, n_heads, kv_len"],
+    v: Annotated[Array, "kv_len, n_kv_heads * head_dim"],
     *,
     n_kv_heads: int,
     window: int = 0,
-    kv_dtype: str = "f32",
-) -> Floats:
-    """sum of p [rows, n_heads, kv_len] times v [kv_len, n_kv_heads * head_dim] over the positions
-    that each of the last rows attends to: [rows, n_heads * head_dim]."""
+    kv_dtype: KVDtype = "f32",
+    **options: Unpack[Options],
+) -> Annotated[Floats, "rows, n_heads * head_dim"]:
+    """The sum of p [rows, n_heads, kv_len] times v [kv_len, n_kv_heads * head_dim] over the
+    positions that each of the last rows attends to: [rows, n_heads * head_dim]."""
     rows, n_heads, kv_len = p.shape
+    _check_rows(rows, kv_len)
+    if n_heads % n_kv_heads:
+        raise ShaderError(f"{n_heads} heads of p cannot share {n_kv_heads} KV heads")
     cache = _new_cache(bench, v, v, n_kv_heads, kv_dtype, kv_len)
     width = n_heads * cache.layers[0].head_dim
     output = _traced(bench, np.zeros((rows, width)), cache, 1.0, window)
@@ -211,19 +312,25 @@ def run_weighted_sum(
     return from_rows(bench.device.read(y), rows, width).copy()
 
 
+@by_hand
 def run_kv_write(
     bench: Bench,
-    k: Array,
-    v: Array,
+    k: Annotated[Array, "rows, k_width"],
+    v: Annotated[Array, "rows, v_width"],
     *,
     n_kv_heads: int,
     position: int = 0,
-    kv_dtype: str = "f32",
+    kv_dtype: KVDtype = "f32",
     latent: bool = False,
-) -> tuple[Array, Array]:
+    **options: Unpack[Options],
+) -> tuple[
+    Annotated[Array, "n_kv_heads, slots, head_dim"], Annotated[Array, "n_kv_heads, slots, head_dim"]
+]:
     """The cache after k and v [rows, n_kv_heads * head_dim] were written from `position` on: keys
     and values [n_kv_heads, slots, head_dim] in float32 or float16, NaN where nothing was. latent:
     both are k and v side by side."""
+    if not latent and k.shape != v.shape:
+        raise ShaderError(f"k and v must be of one shape, not {list(k.shape)} and {list(v.shape)}")
     queries = np.concatenate([k, v], axis=1) if latent else k
     empty = queries[:0]
     cache = _new_cache(bench, empty, empty, n_kv_heads, kv_dtype, position + len(k), latent=latent)
@@ -233,19 +340,22 @@ def run_kv_write(
     return _read_cache(bench, cache)
 
 
+@by_hand
 def run_latent_write(
     bench: Bench,
-    x: Array,
-    table: Array,
-    weight: Array,
+    x: Annotated[Array, "rows, 2 * pairs + normed"],
+    table: RopeTable,
+    weight: Annotated[Array, "normed"],
     eps: float,
     *,
     position: int = 0,
     interleaved: bool = False,
-    kv_dtype: str = "f32",
-) -> Array:
+    kv_dtype: KVDtype = "f32",
+    **options: Unpack[Options],
+) -> Annotated[Array, "1, slots, 2 * pairs + normed"]:
     """A latent cache, [1, slots, width], after x [rows, width] was written from `position` on: as
-    many of its values as the table rotates are rotated, and the others normed by the weight."""
+    many of its values as the table [positions, pairs, 2] rotates are rotated, and the others normed
+    by the weight [width - 2 * pairs]."""
     cache = _new_cache(bench, x[:0], x[:0], 1, kv_dtype, position + len(x), latent=True)
     rotary = stored_rope(bench, table, position + len(x), interleaved)
     k, v = split(bench.input(x), rotary.rotary_dim, x.shape[1] - rotary.rotary_dim)
@@ -255,25 +365,33 @@ def run_latent_write(
     return _read_cache(bench, cache)[0]
 
 
+@by_hand
 def run_rope_kv_write(
     bench: Bench,
-    x: Array,
-    table: Array,
+    x: Annotated[Array, "rows, (n_heads + 2 * n_kv_heads) * head_dim"],
+    table: RopeTable,
     *,
     n_heads: int,
     n_kv_heads: int,
     position: int = 0,
     interleaved: bool = False,
-    norms: tuple[Array, Array, float] | None = None,
-    kv_dtype: str = "f32",
-) -> tuple[Floats, Array, Array]:
+    norms: Norms = None,
+    kv_dtype: KVDtype = "f32",
+    **options: Unpack[Options],
+) -> tuple[
+    Annotated[Floats, "rows, n_heads * head_dim"],
+    Annotated[Array, "n_kv_heads, slots, head_dim"],
+    Annotated[Array, "n_kv_heads, slots, head_dim"],
+]:
     """All from a projection x [rows, (n_heads + 2 n_kv_heads) * head_dim] of queries, keys and
     values to attention, in one kernel: the queries normed and rotated, and the cache (see kv_write)
     with keys likewise and values written. norms: (q weight, k weight, eps) of heads, where the
-    device's limits allow nine storage buffers; table: as in `rope`."""
+    device's limits allow nine storage buffers; table [positions, pairs, 2]: as in `rope`."""
     if norms is not None and bench.device.limits.storage_buffers < 9:
         raise ShaderError("rope_kv_write with norms needs nine storage buffers: use rope_attention")
     head_dim = x.shape[1] // (n_heads + 2 * n_kv_heads)
+    check_rotated(table, head_dim)
+    _check_groups(n_heads, n_kv_heads)
     empty = np.zeros((0, n_kv_heads * head_dim))
     cache = _new_cache(bench, empty, empty, n_kv_heads, kv_dtype, position + len(x))
     rotary = stored_rope(bench, table, position + len(x), interleaved)
@@ -285,12 +403,19 @@ def run_rope_kv_write(
     return queries, *_read_cache(bench, cache)
 
 
+def _check_groups(n_heads: int, n_kv_heads: int) -> None:
+    """Raises ShaderError where not as many heads of queries share each KV head."""
+    if n_heads % n_kv_heads:
+        raise ShaderError(f"{n_heads} heads of queries cannot share {n_kv_heads} KV heads")
+
+
+@by_hand
 def run_rope_attention(
     bench: Bench,
-    x: Array,
-    table: Array | None,
-    k: Array,
-    v: Array,
+    x: Annotated[Array, "rows, width"],
+    table: Annotated[Array | None, "positions, pairs, 2"],
+    k: Annotated[Array, "past, n_kv_heads * head_dim"],
+    v: Annotated[Array, "past, n_kv_heads * head_dim"],
     *,
     n_heads: int,
     n_kv_heads: int,
@@ -298,11 +423,16 @@ def run_rope_attention(
     window: int = 0,
     softcap: float = 0.0,
     interleaved: bool = False,
-    norms: tuple[Array, Array, float] | None = None,
-    v_norm: Array | None = None,
+    norms: Norms = None,
+    v_norm: Annotated[Array | None, "v_norm_width"] = None,
     rotate_first: bool = False,
-    kv_dtype: str = "f32",
-) -> tuple[Floats, Array, Array]:
+    kv_dtype: KVDtype = "f32",
+    **options: Unpack[Options],
+) -> tuple[
+    Annotated[Floats, "rows, n_heads * head_dim"],
+    Annotated[Array, "n_kv_heads, slots, head_dim"],
+    Annotated[Array, "n_kv_heads, slots, head_dim"],
+]:
     """All from a projection x (see rope_kv_write) to the output of attention, [rows, n_heads *
     head_dim], and the cache after it. k and v [past, n_kv_heads * head_dim] are in the cache
     already, and x follows them. Without values in x they are the keys before their norm; without
@@ -311,8 +441,19 @@ def run_rope_attention(
     what was rotated. One row is what attention does by itself; more rows go through rope_kv_write,
     or, where nothing is rotated (table None) or bindings are too few for that, through a kernel for
     each step."""
+    head_dim = k.shape[1] // n_kv_heads
+    _check_groups(n_heads, n_kv_heads)
+    if x.shape[1] not in [(n_heads + parts * n_kv_heads) * head_dim for parts in range(3)]:
+        raise ShaderError(
+            f"x must be [rows, (n_heads + 2 * n_kv_heads) * head_dim], or have fewer keys and "
+            f"values, with heads of {head_dim} as in k, not {list(x.shape)}"
+        )
+    if table is not None:
+        check_rotated(table, head_dim)
     kv_parts = (x.shape[1] * n_kv_heads // k.shape[1] - n_heads) // n_kv_heads
     past = len(k) if kv_parts else len(k) - len(x)
+    if past < 0:
+        raise ShaderError(f"k and v must have the rows of x, {len(x)} or more, not {len(k)}")
     cache = _new_cache(bench, k, v, n_kv_heads, kv_dtype, past + len(x))
     rotary = None if table is None else stored_rope(bench, table, past + len(x), interleaved)
     output = _rotated_attention(
@@ -390,6 +531,8 @@ def _new_cache(
             f"not {list(k.shape)} and {list(v.shape)}"
         )
     head_dim = k.shape[1] // n_kv_heads
+    if head_dim % 8:
+        raise ShaderError(f"head_dim must be a multiple of 8, not {head_dim}")
     shape = KVShape(n_kv_heads, head_dim, latent)
     parts = [(k, v), *others]
     cache = KVCache(bench.device, [shape], positions, sequences=len(parts), dtype=dtype)
@@ -549,7 +692,7 @@ def _scores(bench: Bench, shape: _Shape, rows: int, dtype: str) -> Outcome:
 def _softmax(bench: Bench, shape: _Shape, rows: int, dtype: str) -> Outcome:
     scores = 4 * bench.random(rows, shape.n_heads, shape.kv_len)
     scores = np.where(shape.seen(rows), scores, -np.inf)
-    return run_softmax(bench, scores, window=shape.window), softmax(scores)
+    return run_attention_softmax(bench, scores, window=shape.window), softmax(scores)
 
 
 def _weighted_sum(bench: Bench, shape: _Shape, rows: int, dtype: str) -> Outcome:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Annotated, Unpack
 
 import numpy as np
 
 from infer.kernels.checks.arrays import Array
 from infer.kernels.checks.bench import Bench, Case, Outcome
-from infer.kernels.checks.forward import Floats
-from infer.kernels.compiler.graph import split
+from infer.kernels.checks.by_hand import by_hand
+from infer.kernels.checks.forward import Floats, Options
+from infer.kernels.compiler.graph import Value, split
 from infer.kernels.ops.elementwise import (
     XIELU,
     Activation,
@@ -96,14 +96,109 @@ def position_scale(x: Array, positions: Array, beta: float, interval: int) -> Ar
     return result
 
 
-def run_activation(bench: Bench, x: Array, function: str, *, gated: bool = False) -> Floats:
-    """A function of `ops.activation`; gated: x is [rows, 2 n], and the function of its left
-    half is multiplied by its right half."""
+Function = Annotated[str, tuple(ACTIVATIONS)]
+Rows = Annotated[Array, "rows, width"]
+
+
+@by_hand
+def run_activation(
+    bench: Bench, x: Rows, function: Function, *, gated: bool = False, **options: Unpack[Options]
+) -> Annotated[Floats, "rows, n"]:
+    """A function of each value of x [rows, width]: silu, gelu, gelu_tanh, relu or relu2. gated: x
+    is [rows, 2 * n], and the function of its left half is multiplied by its right half."""
     value = bench.input(x)
     if not gated:
         return bench.run(Activation(value, function))
-    gate, up = split(value, value.width // 2, value.width // 2)
+    gate, up = halves(value)
     return bench.run(Activation(gate, function) * up)
+
+
+def halves(x: Value) -> tuple[Value, ...]:
+    """What is left and right in x. Raises ValueError where it has no middle."""
+    if x.width % 2:
+        raise ValueError(f"what is gated has two halves of one width, but {x.width} is odd")
+    return split(x, x.width // 2, x.width // 2)
+
+
+@by_hand
+def run_silu(bench: Bench, x: Rows, **options: Unpack[Options]) -> Annotated[Floats, "rows, width"]:
+    """x * sigmoid(x) of each value of x [rows, width]."""
+    return run_activation(bench, x, "silu")
+
+
+@by_hand
+def run_softcap(
+    bench: Bench, x: Rows, cap: float, **options: Unpack[Options]
+) -> Annotated[Floats, "rows, width"]:
+    """cap * tanh(x / cap) of each value of x [rows, width]; cap is above 0."""
+    if not cap > 0:
+        raise ValueError(f"cap must be above 0, not {cap}")
+    return bench.run(Softcap(bench.input(x), cap))
+
+
+@by_hand
+def run_clip(
+    bench: Bench, x: Rows, limit: float, **options: Unpack[Options]
+) -> Annotated[Floats, "rows, width"]:
+    """Each value of x [rows, width], between -limit and limit; limit is 0 or above."""
+    if not limit >= 0:
+        raise ValueError(f"limit must be 0 or above, not {limit}")
+    return bench.run(Clip(bench.input(x), limit))
+
+
+@by_hand
+def run_xielu(
+    bench: Bench, x: Rows, shape: Annotated[Array, "4"], **options: Unpack[Options]
+) -> Annotated[Floats, "rows, width"]:
+    """xIELU of each value of x [rows, width] (Huang & Schlag 2024); shape [4]: alpha_p, alpha_n,
+    beta, eps."""
+    return bench.run(XIELU(bench.input(x), bench.weight(shape)))
+
+
+@by_hand
+def run_scale(
+    bench: Bench, x: Rows, factor: Annotated[Array | float, "1"], **options: Unpack[Options]
+) -> Annotated[Floats, "rows, width"]:
+    """x [rows, width] times a number."""
+    return bench.run(Scale(bench.input(x), bench.weight(np.asarray(factor))))
+
+
+@by_hand
+def run_position_scale(
+    bench: Bench,
+    x: Rows,
+    beta: float,
+    interval: int,
+    *,
+    position: int = 0,
+    **options: Unpack[Options],
+) -> Annotated[Floats, "rows, width"]:
+    """Row i of x [rows, width] times 1 + beta log(1 + floor((position + i) / interval))."""
+    return bench.run(PositionScale(bench.input(x), beta, interval), position=position)
+
+
+@by_hand
+def run_elementwise_add(
+    bench: Bench, a: Rows, b: Rows, **options: Unpack[Options]
+) -> Annotated[Floats, "rows, width"]:
+    """a + b, both [rows, width]."""
+    return bench.run(bench.input(a) + bench.input(b))
+
+
+@by_hand
+def run_elementwise_mul(
+    bench: Bench, a: Rows, b: Rows, **options: Unpack[Options]
+) -> Annotated[Floats, "rows, width"]:
+    """a * b, value by value, both [rows, width]."""
+    return bench.run(bench.input(a) * bench.input(b))
+
+
+@by_hand
+def run_sigmoid_gate(
+    bench: Bench, x: Rows, gate: Annotated[Array, "rows, gates"], **options: Unpack[Options]
+) -> Annotated[Floats, "rows, width"]:
+    """x [rows, width] * sigmoid(gate); gate [rows, gates], where gates is 1 or width."""
+    return bench.run(SigmoidGate(bench.input(x), bench.input(gate)))
 
 
 def cases() -> Iterator[Case]:
@@ -115,8 +210,8 @@ def cases() -> Iterator[Case]:
     yield Case("xielu", "", _xielu)
     yield Case("scale", "", _scale)
     yield Case("position_scale", "", _position_scale)
-    yield Case("elementwise_add", "", partial(_pair, function=operator.add))
-    yield Case("elementwise_mul", "", partial(_pair, function=operator.mul))
+    yield Case("elementwise_add", "", _add)
+    yield Case("elementwise_mul", "", _mul)
     for each in (False, True):
         name = "a gate each" if each else "a gate for all"
         yield Case("sigmoid_gate", name, partial(_sigmoid_gate, each=each))
@@ -131,37 +226,41 @@ def _activation(bench: Bench, function: str, gated: bool) -> Outcome:
 
 def _softcap(bench: Bench) -> Outcome:
     x = 4 * bench.random(3, 67)
-    return bench.run(Softcap(bench.input(x), 5.0)), softcap(x, 5.0)
+    return run_softcap(bench, x, 5.0), softcap(x, 5.0)
 
 
 def _clip(bench: Bench) -> Outcome:
     x = 4 * bench.random(3, 67)
-    return bench.run(Clip(bench.input(x), 2.5)), clip(x, 2.5)
+    return run_clip(bench, x, 2.5), clip(x, 2.5)
 
 
 def _xielu(bench: Bench) -> Outcome:
     x, shape = 4 * bench.random(3, 67), np.array([0.3, -0.8, 0.5, -1e-6], np.float32)
-    return bench.run(XIELU(bench.input(x), bench.weight(shape))), xielu(x, shape)
+    return run_xielu(bench, x, shape), xielu(x, shape)
 
 
 def _scale(bench: Bench) -> Outcome:
     x, factor = bench.random(3, 67), np.array([0.7], np.float32)
-    return bench.run(Scale(bench.input(x), bench.weight(factor))), factor.astype(np.float64) * x
+    return run_scale(bench, x, factor), factor.astype(np.float64) * x
 
 
 def _position_scale(bench: Bench) -> Outcome:
     x = bench.random(3, 67)
-    y = bench.run(PositionScale(bench.input(x), 0.1, 64), position=127)
+    y = run_position_scale(bench, x, 0.1, 64, position=127)
     return y, position_scale(x, np.arange(127, 130), 0.1, 64)
 
 
-def _pair(bench: Bench, function: Callable[[Any, Any], Any]) -> Outcome:
+def _add(bench: Bench) -> Outcome:
     a, b = bench.random(3, 67), bench.random(3, 67)
-    y = bench.run(function(bench.input(a), bench.input(b)))
-    return y, function(a.astype(np.float64), b)
+    return run_elementwise_add(bench, a, b), a.astype(np.float64) + b
+
+
+def _mul(bench: Bench) -> Outcome:
+    a, b = bench.random(3, 67), bench.random(3, 67)
+    return run_elementwise_mul(bench, a, b), a.astype(np.float64) * b
 
 
 def _sigmoid_gate(bench: Bench, each: bool) -> Outcome:
     x, gate = bench.random(3, 67), bench.random(3, 67 if each else 1)
-    y = bench.run(SigmoidGate(bench.input(x), bench.input(gate)))
+    y = run_sigmoid_gate(bench, x, gate)
     return y, x / (1 + np.exp(-gate.astype(np.float64)))

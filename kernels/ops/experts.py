@@ -19,6 +19,7 @@ from infer.kernels.compiler.tuning import NARROW_SOFTWARE, Tuning
 from infer.kernels.gpu.plan import Count
 from infer.kernels.gpu.tensor import BLOCK, INTEGERS, PLANES, GpuTensor, Shard
 from infer.kernels.ops.linear import (
+    NO_SCALES,
     Int8TileVariant,
     Projection,
     TileVariant,
@@ -221,6 +222,11 @@ class _Experts(Projection):
         """None where the experts are not multiplied by matrices."""
         if self.routing.by_row(target) or target.kind.rows <= MOST_ROWS:
             return None
+        weight = self.weight
+        inputs, tiles = 2, 2  # an activation and its scales; which rows a tile has
+        bound = len(weight.shards[0].buffers) + inputs + len(self.biases) + 1 + tiles
+        if weight.row_scales and bound + 1 > target.device.limits.storage_buffers:
+            return None
         return target.tuning.choose(expert_matrix_variant, self.routing.tile(target, "f32").rows)
 
     @property
@@ -299,13 +305,19 @@ class _Experts(Projection):
         weight, routing, gated = self.weight, self.routing, self.parts == 2
         n, k = self.outputs, weight.shape[1]
         matrix = self._matrix_variant(low)
+        row_scales = NO_SCALES if matrix is None else weight.row_scales
         tile = matrix or routing.tile(low, weight.dtype)
         kernel = "matmul_int8" if self.int8 else "matmul"
         x = -(-n * self.parts // tile.columns)
         for shard in weight.shards:
             low.emit(
                 kernel if matrix is None else "matmul_matrix",
-                [*multiplied(shard, inputs), result, *self.biases, *routing.tile_operands],
+                [
+                    *multiplied(shard, inputs, row_scales),
+                    result,
+                    *self.biases,
+                    *routing.tile_operands,
+                ],
                 lambda rows, kv_len: (x, routing.tiles(tile.rows, rows), 1),
                 tile_params(low, weight, tile)
                 | self._of_shard(shard)

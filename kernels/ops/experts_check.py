@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Annotated, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.kernels.checks.arrays import Array, to_rows
+from infer.kernels.checks.arrays import Array, rounded, to_rows
 from infer.kernels.checks.bench import TILED, Bench, Case, Outcome
-from infer.kernels.checks.forward import Floats
+from infer.kernels.checks.by_hand import Dtype, by_hand
+from infer.kernels.checks.forward import Floats, Options
 from infer.kernels.checks.inputs import FLOATS, activations, exact_weight
 from infer.kernels.checks.reference import softmax
 from infer.kernels.compiler.graph import Value
@@ -20,6 +21,7 @@ from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.gpu.tensor import QUANTIZED
 from infer.kernels.ops.elementwise_check import ACTIVATIONS, clamped_swiglu
 from infer.kernels.ops.experts import ExpertDown, ExpertGateUp, Route
+from infer.kernels.ops.linear_check import ByMatrix
 from infer.kernels.ops.norm import RMSNorm
 
 
@@ -101,52 +103,82 @@ def expert_down(
     return result
 
 
+@by_hand
 def run_route(
     bench: Bench,
-    logits: Array,
+    logits: Annotated[Array, "rows, n_logits"],
     *,
     slots: int,
     normalize: bool,
-    correction: Array | None = None,
-    expert_scales: Array | None = None,
-    **options: Any,
-) -> tuple[NDArray[np.int64], Floats]:
-    """Ids and weights [rows, slots] of the experts with the largest logits [rows, experts], best
-    first, as `ops.route` with its options has them; correction and expert_scales: [experts]."""
+    correction: Annotated[Array | None, "experts"] = None,
+    expert_scales: Annotated[Array | None, "experts"] = None,
+    sigmoid: bool = False,
+    scale: float = 1.0,
+    epsilon: float = 0.0,
+    groups: tuple[int, int] = (1, 1),
+    shared: int = 0,
+    shared_scale: float = 1.0,
+    gated: bool = False,
+    **options: Unpack[Options],
+) -> tuple[
+    Annotated[NDArray[np.int64], "rows, slots + shared"], Annotated[Floats, "rows, slots + shared"]
+]:
+    """Ids and weights, [rows, slots + shared], of the experts with the largest logits [rows,
+    experts], best first: their softmax over all experts, normalize: over those chosen; times scale.
+
+    sigmoid: in place of softmax; epsilon: is added to what they are divided by. correction
+    [experts] is added to the scores for the choice alone; expert_scales [experts]: the weights are
+    multiplied by them. groups: how many there are, and of how many of them experts are chosen.
+    shared: so many more experts come last in each row, with the weight shared_scale; gated: times
+    the sigmoid of one more logit, the last, [rows, experts + 1].
+    """
+    for own in (correction, expert_scales):
+        if own is not None and len(own) != logits.shape[1] - gated:
+            raise ValueError(f"{len(own)} experts do not fit logits {list(logits.shape)}")
     routing = Route(
         bench.input(logits),
         slots,
         normalize=normalize,
         correction=bench.vector(correction),
         expert_scales=bench.vector(expert_scales),
-        **options,
+        sigmoid=sigmoid,
+        scale=scale,
+        epsilon=epsilon,
+        groups=groups,
+        shared=shared,
+        shared_scale=shared_scale,
+        gated=gated,
     )
     ids, weights = np.split(bench.run(routing), 2, axis=1)
     return ids.astype(np.int64), weights
 
 
+@by_hand
 def run_expert_gate_up(
     bench: Bench,
-    x: Array,
-    logits: Array,
-    weight: Array,
+    x: Annotated[Array, "rows, width"],
+    logits: Annotated[Array, "rows, experts"],
+    weight: Annotated[Array, "experts, outputs, width"],
     *,
     slots: int,
-    dtype: str = "f32",
-    bias: Array | None = None,
-    function: str = "silu",
+    dtype: Dtype = "f32",
+    bias: Annotated[Array | None, "experts, outputs"] = None,
+    function: Annotated[str, (*ACTIVATIONS, "clamped_swiglu")] = "silu",
     gated: bool = True,
-    norm: tuple[Array, float] | None = None,
+    norm: Annotated[tuple[Array, float] | None, "width"] = None,
     tiled: bool = False,
-) -> Floats:
+    **options: Unpack[Options],
+) -> Annotated[Floats, "rows, slots, inner"]:
     """function(x gate^T) * (x up^T), or clamped_swiglu of both, by the experts that the logits
-    choose for each row of x, [rows, slots, inner]; weight [experts, 2 * inner, width], gate on top
-    of up, stored as `dtype`; bias [experts, 2 * inner]. Not gated: function(x up^T), without gates
-    in weight and bias.
+    [rows, experts] choose for each row of x [rows, width]: [rows, slots, inner]; weight [experts,
+    2 * inner, width], gate on top of up, stored as `dtype`; bias [experts, 2 * inner]. Not gated:
+    function(x up^T), without gates in weight and bias. norm (weight [width], eps): of x, before.
 
     Up to 8 rows go through expert_matmul_vec; more, and all if tiled, are sorted by their expert
     for matmul or matmul_int8.
     """
+    if gated and weight.shape[1] % 2:
+        raise ValueError(f"gates and ups are as many, but {weight.shape[1]} is odd")
     inner = weight.shape[1] // (1 + gated)
     routing = Route(bench.input(logits), slots, normalize=False)
     value = bench.input(x)
@@ -158,21 +190,23 @@ def run_expert_gate_up(
     return y.reshape(len(x), slots, -1)[..., :inner]
 
 
+@by_hand
 def run_expert_down(
     bench: Bench,
-    x: Array,
-    logits: Array,
-    weight: Array,
+    x: Annotated[Array, "rows, slots, inner"],
+    logits: Annotated[Array, "rows, experts"],
+    weight: Annotated[Array, "experts, width, inner"],
     *,
     normalize: bool = False,
-    dtype: str = "f32",
-    bias: Array | None = None,
-    residual: Array | None = None,
+    dtype: Dtype = "f32",
+    bias: Annotated[Array | None, "experts, width"] = None,
+    residual: Annotated[Array | None, "rows, width"] = None,
     tiled: bool = False,
-) -> Floats:
+    **options: Unpack[Options],
+) -> Annotated[Floats, "rows, width"]:
     """The sum of what its experts make of x [rows, slots, inner], each times its weight, plus
-    residual: [rows, width]; weight [experts, width, inner], stored as `dtype`; bias [experts,
-    width]. The logits, slots and kernels are those of `route` and `expert_gate_up`."""
+    residual [rows, width]: [rows, width]; weight [experts, width, inner], stored as `dtype`; bias
+    [experts, width]. The logits [rows, experts] choose experts as of `route`."""
     rows, slots, inner = x.shape
     routing = Route(bench.input(logits), slots, normalize=normalize)
     value = bench.input(to_rows(x.reshape(-1, inner), rows * slots).reshape(rows, -1))
@@ -202,6 +236,10 @@ def cases() -> Iterator[Case]:
     for dtype, rows in product(("bf16", "q4"), (3, 40)):
         run = partial(_gate_up, dtype=dtype, rows=rows, gated=False)
         yield Case("expert_gate_up", f"{dtype}, {rows} rows, no gates", run)
+    for dtype in ("bf16", "q4"):
+        for kernel, function in (("expert_gate_up", _gate_up), ("expert_down", _down)):
+            run = partial(function, dtype=dtype, rows=9, bias=True, by_matrix=True)
+            yield Case(kernel, f"{dtype}, by matrices of f16", run)
 
 
 def _route(
@@ -228,27 +266,43 @@ def _route(
 
 
 def _gate_up(
-    bench: Bench, dtype: str, rows: int, bias: bool = False, gated: bool = True
+    bench: Bench,
+    dtype: str,
+    rows: int,
+    bias: bool = False,
+    gated: bool = True,
+    by_matrix: bool = False,
 ) -> Outcome:
     """bias: with the activation of gpt-oss too; not gated: with that of Nemotron."""
     x, exact = activations(bench.rng, rows, 67, dtype)
     logits = bench.random(rows, 7)
     n = (1 + gated) * 21
-    weight = exact_weight(bench.rng, 7 * n, 67, dtype).reshape(7, n, 67)
+    weight = multiplier = exact_weight(bench.rng, 7 * n, 67, dtype).reshape(7, n, 67)
+    if by_matrix:
+        x = exact = rounded(bench.random(rows, 67), "f16")
+        multiplier = rounded(weight, "f16")
+        bench.options["tuning"] = ByMatrix(bench.device)
     added = 5 * bench.random(7, n) if bias else None
     function = "clamped_swiglu" if bias else "silu" if gated else "relu2"
     own: dict[str, Any] = {"bias": added, "function": function, "gated": gated}
-    y = run_expert_gate_up(bench, x, logits, weight, slots=3, dtype=dtype, **own)
-    return y, expert_gate_up(exact, route(logits, 3, False)[0], weight, **own)
+    how: dict[str, Any] = {"slots": 3, "dtype": dtype, "tiled": by_matrix}
+    y = run_expert_gate_up(bench, x, logits, weight, **how, **own)
+    return y, expert_gate_up(exact, route(logits, 3, False)[0], multiplier, **own)
 
 
-def _down(bench: Bench, dtype: str, rows: int, bias: bool = False) -> Outcome:
+def _down(
+    bench: Bench, dtype: str, rows: int, bias: bool = False, by_matrix: bool = False
+) -> Outcome:
     both = activations(bench.rng, 3 * rows, 37, dtype, many=rows > MAX_VEC_ROWS)
     x, exact = (part.reshape(rows, 3, 37) for part in both)
     logits, residual = bench.random(rows, 7), bench.random(rows, 67)
-    weight = exact_weight(bench.rng, 7 * 67, 37, dtype).reshape(7, 67, 37)
+    weight = multiplier = exact_weight(bench.rng, 7 * 67, 37, dtype).reshape(7, 67, 37)
+    if by_matrix:
+        x = exact = rounded(bench.random(rows, 3, 37), "f16")
+        multiplier = rounded(weight, "f16")
+        bench.options["tuning"] = ByMatrix(bench.device)
     added = bench.random(7, 67) if bias else None
     own: dict[str, Any] = {"dtype": dtype, "residual": residual, "bias": added}
-    y = run_expert_down(bench, x, logits, weight, **own)
+    y = run_expert_down(bench, x, logits, weight, tiled=by_matrix, **own)
     ids, weights = route(logits, 3, False)
-    return y, residual + expert_down(exact, ids, weights, weight, added)
+    return y, residual + expert_down(exact, ids, weights, multiplier, added)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from infer.kernels.compiler.arena import Operand
 from infer.kernels.compiler.graph import Value, source, stride
 from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target, per_row, tile_grid
+from infer.kernels.compiler.target import Target, padded_rows, per_row, tile_grid
 from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.tensor import HALF, GpuTensor
 from infer.kernels.ops.kv_write import NO_KEY, LatentKey
-from infer.kernels.ops.linear import matmul_variant, multiplied, tile_params
-from infer.kernels.ops.prepared import Form, Maker
+from infer.kernels.ops.linear import NO_SCALES, matmul_variant, multiplied, tile_params
+from infer.kernels.ops.matmul_matrix import MatrixVariant, matmul_matrix_variant
+from infer.kernels.ops.prepared import Form, Maker, half_operands, lower_half_rows
 from infer.kernels.ops.rope import Rope, lower_rotate
 
 
@@ -137,18 +138,26 @@ class HeadLinear(Maker):
         weight, n, k = self.weight, self.outputs, self.weight.shape[1]
         x_head, y_head = self.head, self.width // self.heads
         x, x_stride, offset = low.source(self.x)
+        inputs: list[Operand] = [x]
+        width = offset + self.x.width
+        matrix = self._matrix_variant(low, offset)
+        row_scales = NO_SCALES if matrix is None else weight.row_scales
+        if matrix is not None:
+            halves = half_operands(padded_rows(low.kind.rows), width)
+            lower_half_rows(low, [x, *halves], low.row_grid(self, 1), width, x_stride)
+            inputs = halves
         for shard in weight.shards:
             first, count = shard.start // n, shard.rows // n
-            tile = low.tuning.choose(matmul_variant, low.kind.rows, n, k, False, count)
+            tile = matrix or low.tuning.choose(matmul_variant, low.kind.rows, n, k, False, count)
             low.emit(
-                "matmul",
-                [*multiplied(shard, [x]), self],
+                "matmul" if matrix is None else "matmul_matrix",
+                [*multiplied(shard, inputs, row_scales), self],
                 tile_grid(-(-n // tile.columns), tile.rows, count),
                 tile_params(low, weight, tile)
+                | ({"X_STRIDE": x_stride} if matrix is None else {"X_WIDTH": width})
                 | {
                     "N": n,
                     "START": first * y_head + self.kept,
-                    "X_STRIDE": x_stride,
                     "X_OFFSET": offset + first * x_head + x_head - k,
                     "X_HEAD": x_head,
                     "Y_HEAD": y_head,
@@ -157,6 +166,15 @@ class HeadLinear(Maker):
                 moved=shard.nbytes,
                 flops=per_row(2 * shard.rows * k),
             )
+
+    def _matrix_variant(self, target: Target, offset: int) -> MatrixVariant | None:
+        """None where it is not multiplied by matrices, which take columns by eight, in steps of
+        64."""
+        k = self.weight.shape[1]
+        if k % 64 or self.head % 8 or offset % 8:
+            return None
+        rows, n = target.kind.rows, self.weight.shape[0]
+        return target.tuning.choose(matmul_matrix_variant, rows, n, k, self.weight.dtype, False)
 
 
 @dataclass(frozen=True)

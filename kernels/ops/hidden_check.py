@@ -4,41 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Annotated, Unpack
 
 import numpy as np
 
 from infer.kernels.checks.arrays import Array, to_rows
 from infer.kernels.checks.bench import TILED, Bench, Case, Outcome
+from infer.kernels.checks.by_hand import by_hand, check_ids
+from infer.kernels.checks.forward import Options
+from infer.kernels.errors import ShaderError
 from infer.kernels.ops.hidden import HiddenBefore, KeepHidden
 from infer.kernels.state.hidden import RECENT, HiddenStates
 from infer.kernels.state.step import StepRow
 
+Kept = Annotated[Array, f"sequences, {RECENT}, width"]
 
+
+@by_hand
 def run_hidden_before(
     bench: Bench,
-    kept: Array,
-    x: Array | None = None,
+    kept: Kept,
+    x: Annotated[Array | None, "rows, width"] = None,
     *,
     position: int = 0,
     batch: Sequence[StepRow] = (),
-) -> Array:
+    **options: Unpack[Options],
+) -> Annotated[Array, "rows, width"]:
     """Of each row, [rows, width], the hidden state of the position before it: that of the row
-    before in x, or what was kept of its sequence, [sequences, RECENT, width]. batch: the rows,
-    where they are of several sequences."""
+    before in x [rows, width], or what was kept of its sequence, [sequences, 16, width], a position
+    at its number modulo 16. Without x there is one row. batch: of each row (token, position,
+    sequence, adapter, rows behind), where they are of several sequences."""
+    _check_batch(batch, kept, x)
     value = HiddenBefore(None if x is None else bench.input(x), _states(bench, kept))
     return bench.run(value, rows=len(batch) or 1, position=position, batch=batch)
 
 
+@by_hand
 def run_keep_hidden(
-    bench: Bench, x: Array, kept: Array, *, position: int = 0, batch: Sequence[StepRow] = ()
-) -> Array:
-    """What is kept, [sequences, RECENT, width], after a step with the rows x."""
+    bench: Bench,
+    x: Annotated[Array, "rows, width"],
+    kept: Kept,
+    *,
+    position: int = 0,
+    batch: Sequence[StepRow] = (),
+    **options: Unpack[Options],
+) -> Kept:
+    """What is kept after a step with the rows x [rows, width], and before it: [sequences, 16,
+    width]. batch: as of `hidden_before`."""
+    _check_batch(batch, kept, x)
     states = _states(bench, kept)
     forward = bench.forward(len(x), plan_rows=TILED)
     output = KeepHidden(forward.input(x), states)
     forward.run(output, position=position, batch=batch)
     raw = bench.device.read(states.buffer).view(np.float32)
     return raw.reshape(*kept.shape[:2], -1)[:, :, : kept.shape[2]].copy()
+
+
+def _check_batch(batch: Sequence[StepRow], kept: Array, x: Array | None) -> None:
+    """Raises ShaderError where it is not of all rows of x, or of a sequence that is not kept."""
+    if batch and x is not None and len(batch) != len(x):
+        raise ShaderError(f"batch must be of {len(x)} rows, not {len(batch)}")
+    check_ids("sequences of batch", [row[2] for row in batch], len(kept))
 
 
 def _states(bench: Bench, kept: Array) -> HiddenStates:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from infer.kernels.compiler.arena import Operand, Scratch
@@ -12,6 +13,7 @@ from infer.kernels.compiler.graph import Value, stride
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import Target, padded_rows, per_row, tile_grid
 from infer.kernels.compiler.tuning import Tuning, loop_passes, power_of_two
+from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.tensor import (
     BLOCK,
     CODED,
@@ -36,6 +38,8 @@ _MOST_SPLITS = 8  # of a matrix' columns
 _SPLIT_COLUMNS = 256  # at the least
 _START = 64  # columns: what a workgroup waits for before its first product
 _COMBINE = 6e5  # what a launch of matmul_combine costs, in products of a multiprocessor
+
+NO_SCALES: Mapping[Shard, Buffer] = MappingProxyType({})
 
 Tile = TypeVar("Tile", bound="TileVariant")
 
@@ -113,10 +117,14 @@ class Projection(Maker):
         return len(self.weight.shards[0].buffers) + inputs
 
 
-def multiplied(shard: Shard, inputs: Sequence[Operand]) -> list[Operand]:
-    """What kernels of projections bind first: weights, an activation and what is beside each."""
+def multiplied(
+    shard: Shard, inputs: Sequence[Operand], row_scales: Mapping[Shard, Buffer] = NO_SCALES
+) -> list[Operand]:
+    """What kernels of projections bind first: weights, an activation and what is beside each.
+    row_scales: the weight's, for a kernel that reads them."""
     scales = [] if shard.scales is None else [shard.scales]
-    return [shard.buffer, inputs[0], *scales, *inputs[1:]]
+    of_rows = [row_scales[shard]] if shard in row_scales else []
+    return [shard.buffer, inputs[0], *scales, *inputs[1:], *of_rows]
 
 
 def _has_room_for_splits(target: Target, rows: int, n: int) -> bool:
@@ -143,9 +151,11 @@ def tile_params(
     }
     common |= {"GROUPED": False, "X_SLOTS": 1, "FIRST_EXPERT": 0, "SHARD_EXPERTS": 0}
     common |= weight.grouping.params | tile.params
-    if isinstance(tile, Int8TileVariant | MatrixVariant):
+    if isinstance(tile, Int8TileVariant):
         return common
     heads = {"X_OFFSET": 0, "X_HEAD": 0, "Y_HEAD": 0}
+    if isinstance(tile, MatrixVariant):
+        return common | heads | {"X_WIDTH": k, "ROW_SCALES": bool(weight.row_scales)}
     # Loops of 4 in one over tiles of 16 columns compile sooner, but allow no rows beyond 174,000.
     passes = loop_passes(-(-k // 16) + 1, loop_passes(4))
     rolled = low.device.software and passes <= low.tuning.loop_passes
@@ -280,6 +290,7 @@ class Linear(Projection):
     ) -> None:
         weight, k = self.weight, self.weight.shape[1]
         matrix = self._matrix_variant(low)
+        row_scales = NO_SCALES if matrix is None else weight.row_scales
         for shard in weight.shards:
             n = shard.rows
             sums = 4 * padded_rows(rows) * stride(n)
@@ -300,7 +311,7 @@ class Linear(Projection):
                 written = [Scratch(tile.splits * sums)]
             low.emit(
                 kernel,
-                [*multiplied(shard, inputs), *written],
+                [*multiplied(shard, inputs, row_scales), *written],
                 tile_grid(-(-n // tile.columns), tile.rows, tile.splits),
                 own | {"N": n // 2 if self.gated else n, "GATED": self.gated},
                 moved=shard.nbytes,
@@ -311,7 +322,7 @@ class Linear(Projection):
                 low.emit(
                     "matmul_combine",
                     [*written, *rest],
-                    tile_grid(-(-n // 64), 1),
+                    tile_grid(-(-n // 256), 1),
                     {name: params[name] for name in names}
                     | {"N": n, "START": shard.start, "SUMS_STRIDE": stride(n)}
                     | {"SPLITS": tile.splits, "SPLIT_ROWS": padded_rows(rows)},

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Annotated, Any, Unpack
 
 import numpy as np
 
 from infer.kernels.checks.arrays import Array, rounded
 from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome, WithoutMatrices
-from infer.kernels.checks.forward import Floats
+from infer.kernels.checks.by_hand import Dtype, by_hand
+from infer.kernels.checks.forward import Floats, Options
 from infer.kernels.checks.inputs import (
     FLOATS,
     PUBLISHED,
@@ -21,17 +22,18 @@ from infer.kernels.checks.inputs import (
     grouped,
     multiplied,
 )
-from infer.kernels.compiler.graph import Value, split
+from infer.kernels.compiler.graph import Value
 from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.compiler.tuning import Call, Tuning, Variant
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.native.library import MatrixShape
 from infer.kernels.gpu.pack import Codes
+from infer.kernels.gpu.row_scales import scale_rows
 from infer.kernels.gpu.tensor import QUANTIZED, Grouping
 from infer.kernels.ops.attention import AttentionMatrixVariant, attention_matrix_variant
 from infer.kernels.ops.elementwise import Activation
-from infer.kernels.ops.elementwise_check import ACTIVATIONS
+from infer.kernels.ops.elementwise_check import ACTIVATIONS, halves
 from infer.kernels.ops.head_linear import HeadLinear
 from infer.kernels.ops.linear import Linear
 from infer.kernels.ops.matmul_lanes import matmul_lanes_variant
@@ -51,7 +53,7 @@ from infer.kernels.ops.matmul_rows import (
 from infer.kernels.ops.norm import RMSNorm
 from infer.kernels.ops.norm_check import rmsnorm
 from infer.kernels.ops.rope import Rotate
-from infer.kernels.ops.rope_check import frequencies, rope, rope_table, stored_rope
+from infer.kernels.ops.rope_check import check_rotated, frequencies, rope, rope_table, stored_rope
 
 
 def matmul(x: Array, weight: Array) -> Array:
@@ -69,44 +71,88 @@ def head_linear(x: Array, weight: Array, keep: bool = False) -> Array:
     return np.concatenate([kept, y], axis=-1).reshape(len(x), -1)
 
 
-def run_matmul_vec(bench: Bench, x: Array, weight: Array | Codes, **options: Any) -> Floats:
-    """y = scale * (norm(x) W^T + bias) + residual for 1 to 8 rows of x; weight [n, k], stored as
-    `dtype`; norm (weight [k], eps). activation: the function of what the residual is
-    added to. gated: W is gate on top of up, and y = activation(gate) * up, by default silu.
+X = Annotated[Array, "rows, k"]
+Weight = Annotated[Array | Codes, "outputs, k"]
+
+
+class Projection(Options, total=False):
+    """What all projections take besides x and a weight: see `run_matmul_vec`."""
+
+    dtype: Dtype
+    norm: Annotated[tuple[Array, float] | None, "k"]
+    bias: Annotated[Array | None, "outputs"]
+    scale: float
+    activation: Annotated[str | None, tuple(ACTIVATIONS)]
+    gated: bool
+    residual: Annotated[Array | None, "rows, n"]
+
+
+@by_hand
+def run_matmul(
+    bench: Bench,
+    a: Annotated[Array, "m, k"],
+    b: Annotated[Array, "k, n"],
+    **options: Unpack[Options],
+) -> Annotated[Floats, "m, n"]:
+    """The product of two matrices, a [m, k] times b [k, n]: [m, n], by the kernel of
+    `matmul_tiled`, to which b^T is the weight."""
+    return run_matmul_tiled(bench, a, b.T)
+
+
+@by_hand
+def run_matmul_vec(
+    bench: Bench, x: X, weight: Weight, **options: Unpack[Projection]
+) -> Annotated[Floats, "rows, n"]:
+    """scale * (norm(x) W^T + bias) + residual, [rows, n], for 1 to 8 rows of x [rows, k].
+
+    weight [n, k], stored as `dtype` (f32 by default); norm (weight [k], eps); bias [n]; residual
+    [rows, n]. activation: the function of what the residual is added to. gated: the weight [2 * n,
+    k] and the bias [2 * n] are gate on top of up, and activation(gate) * up, by default silu, is
+    what the residual is added to.
     """
-    few(len(x), "matmul")
+    few(len(x), "matmul_tiled")
     bench.options.setdefault("tuning", ByVec(bench.device))
     return bench.run(_linear(bench, x, weight, **options))
 
 
-def run_matmul(bench: Bench, x: Array, weight: Array | Codes, **options: Any) -> Floats:
-    """What matmul_vec computes, by the tiled kernel of prefill, for any number of rows; the norm
-    is a kernel beside it."""
+@by_hand
+def run_matmul_tiled(
+    bench: Bench, x: X, weight: Weight, **options: Unpack[Projection]
+) -> Annotated[Floats, "rows, n"]:
+    """What `matmul_vec` computes, [rows, n], for any number of rows, by the tiled kernel of
+    prefill; the norm is a kernel beside it."""
     bench.options.setdefault("tuning", ByVec(bench.device))
     return bench.run(_linear(bench, x, weight, **options), plan_rows=TILED)
 
 
-def run_matmul_lanes(bench: Bench, x: Array, weight: Array | Codes, **options: Any) -> Floats:
-    """What matmul_vec computes, for any number of rows, by the kernel for CPUs, where all subgroups
-    have as many lanes; the norm of more than one row is a kernel beside it."""
+@by_hand
+def run_matmul_lanes(
+    bench: Bench, x: X, weight: Weight, **options: Unpack[Projection]
+) -> Annotated[Floats, "rows, n"]:
+    """What `matmul_vec` computes, [rows, n], for any number of rows, by the kernel for CPUs, where
+    all subgroups have as many lanes; the norm of more than one row is a kernel beside it."""
     bench.options.setdefault("tuning", ByLanes(bench.device))
     return bench.run(_linear(bench, x, weight, **options))
 
 
+@by_hand
 def run_matmul_matrix(
     bench: Bench,
-    x: Array,
-    weight: Array | Codes,
+    x: X,
+    weight: Weight,
     variant: MatrixVariant | None = None,
-    **options: Any,
-) -> Floats:
-    """What matmul computes, for more than 8 rows, by matrices of f16: the adapter's own, or
-    emulated ones where it has none, or where the variant says so."""
+    **options: Unpack[Projection],
+) -> Annotated[Floats, "rows, n"]:
+    """What `matmul_vec` computes, [rows, n], for more than 8 rows, by matrices of f16: the
+    adapter's own, or emulated ones where it has none, or where the variant says so."""
+    if len(x) <= MAX_VEC_ROWS:
+        raise ShaderError(f"it takes {MAX_VEC_ROWS + 1} rows or more, not {len(x)}: use matmul_vec")
     bench.options["tuning"] = ByMatrix(bench.device, variant)
-    return bench.run(_linear(bench, x, weight, **options), plan_rows=TILED)
+    return bench.run(_linear(bench, x, weight, row_scales=True, **options), plan_rows=TILED)
 
 
-EMULATED = MatrixVariant(MatrixShape(16, 16, 16), 8, 16, 32, 16, 16, 32, emulated=True)
+# With 8 lanes, each of more values, it would compile six times as long in software.
+EMULATED = MatrixVariant(MatrixShape(16, 16, 16), 32, 16, 32, 16, 16, 32, emulated=True)
 
 
 class ByMatrix(Tuning):
@@ -187,15 +233,18 @@ class ByRows(WithoutMatrices):
         return given
 
 
+@by_hand
 def run_matmul_rows(
     bench: Bench,
-    x: Array,
-    weight: Array | Codes,
+    x: X,
+    weight: Weight,
     variant: RowsVariant | None = None,
-    **options: Any,
-) -> Floats:
-    """What matmul_vec computes, for 2 to 64 rows, by matmul_rows where there are subgroups; the
-    norm is a kernel beside it."""
+    **options: Unpack[Projection],
+) -> Annotated[Floats, "rows, n"]:
+    """What `matmul_vec` computes, [rows, n], for 2 to 64 rows, by a kernel that reads each weight
+    once, where there are subgroups; the norm is a kernel beside it."""
+    if not 2 <= len(x) <= MOST_ROWS:
+        raise ShaderError(f"it takes 2 to {MOST_ROWS} rows, not {len(x)}: use matmul_tiled")
     bench.options["tuning"] = ByRows(bench.device, variant)
     return bench.run(_linear(bench, x, weight, **options))
 
@@ -203,7 +252,7 @@ def run_matmul_rows(
 def few(rows: int, other: str) -> None:
     """Raises ShaderError where there are too many rows for the kernels of decode."""
     if rows > MAX_VEC_ROWS:
-        raise ShaderError(f"this kernel takes 1 to {MAX_VEC_ROWS} rows, not {rows}: use {other}")
+        raise ShaderError(f"it takes 1 to {MAX_VEC_ROWS} rows, not {rows}: use {other}")
 
 
 def _linear(
@@ -218,36 +267,45 @@ def _linear(
     activation: str | None = None,
     gated: bool = False,
     residual: Array | None = None,
+    row_scales: bool = False,
+    **options: Unpack[Options],
 ) -> Value:
     value = bench.input(x)
     if norm is not None:
         value = RMSNorm(value, bench.weight(norm[0]), norm[1])
-    y: Value = Linear(value, bench.weight(weight, dtype), bench.vector(bias), scale)
+    stored = bench.weight(weight, dtype)
+    if row_scales:
+        scale_rows(bench.device, [stored])
+    y: Value = Linear(value, stored, bench.vector(bias), scale)
     if gated:
-        gate, up = split(y, y.width // 2, y.width // 2)
+        gate, up = halves(y)
         y = Activation(gate, activation or "silu") * up
     elif activation is not None:
         y = Activation(y, activation)
     return y if residual is None else bench.input(residual) + y
 
 
+@by_hand
 def run_head_linear(
     bench: Bench,
-    x: Array,
-    weight: Array | Codes,
+    x: Annotated[Array, "rows, heads * width"],
+    weight: Annotated[Array | Codes, "heads * n, k"],
     heads: int,
     *,
     keep: bool = False,
-    table: Array | None = None,
+    table: Annotated[Array | None, "positions, pairs, 2"] = None,
     position: int = 0,
     interleaved: bool = False,
-    dtype: str = "f32",
-) -> Floats:
-    """The last values of each of the heads in x [rows, heads * width], as many as weight [heads *
-    n, k] has columns, times the head's matrix: [rows, heads * n]. keep: each behind the values of
-    its head that are before those. table: of `rope`, by which the first of a head are rotated."""
+    dtype: Dtype = "f32",
+    **options: Unpack[Options],
+) -> Annotated[Floats, "rows, y_width"]:
+    """The last k values of each of the heads in x [rows, heads * width] times the head's matrix,
+    of weight [heads * n, k], stored as `dtype`: [rows, heads * n]. keep: each behind the values of
+    its head that are before those. table [positions, pairs, 2]: of `rope`, by which the first of a
+    head are rotated."""
     value = bench.input(x)
     if table is not None:
+        check_rotated(table, x.shape[1] // heads)
         rotary = stored_rope(bench, table, position + len(x), interleaved)
         value = Rotate(value, rotary, x.shape[1] // heads)
     y = HeadLinear(value, bench.weight(weight, dtype), heads, keep=keep)
@@ -264,11 +322,11 @@ def cases() -> Iterator[Case]:
     for dtype, (rows, k, n, form) in product(
         FLOATS + QUANTIZED, ((9, 37, 21, "gelu_tanh gated"), (130, 72, 134, "gelu bias residual"))
     ):
-        run = partial(_projection, run_matmul, dtype=dtype, rows=rows, k=k, n=n, form=form)
+        run = partial(_projection, run_matmul_tiled, dtype=dtype, rows=rows, k=k, n=n, form=form)
         yield Case("matmul", f"{dtype}, {rows} rows, {form}", run)
     for dtype in ("bf16", "q4"):  # workgroups share so many columns
         form = "gelu bias residual"
-        run = partial(_projection, run_matmul, dtype=dtype, rows=9, k=1024, n=37, form=form)
+        run = partial(_projection, run_matmul_tiled, dtype=dtype, rows=9, k=1024, n=37, form=form)
         yield Case("matmul_combine", f"{dtype}, {form}", run)
     for dtype, (rows, form) in product(
         FLOATS + QUANTIZED, ((4, "norm gelu gated"), (9, "gelu bias residual"), (33, "gated"))
@@ -288,6 +346,15 @@ def cases() -> Iterator[Case]:
             _projection, run_matmul_matrix, dtype=dtype, rows=rows, k=331, n=37, form=form
         )
         yield Case("matmul_matrix", f"{dtype}, {rows} rows, {form}", run)
+    for dtype, form in product(("bf16", "q4"), ("alone", "half-split")):
+        run = partial(_head_matrix, dtype=dtype, form=form)
+        yield Case("matmul_matrix", f"{dtype}, 40 rows, heads {form}", run)
+    for dtype, grouping in PUBLISHED:
+        run = partial(_grouped, dtype=dtype, grouping=grouping, rows=33, by_matrix=True)
+        yield Case("matmul_matrix", f"{dtype}, 33 rows, {grouping}", run)
+    for dtype in ("f32", "bf16"):
+        run = partial(_beyond_f16, dtype=dtype)
+        yield Case("matmul_matrix", f"{dtype}, rows of weights beyond f16", run)
     kept = product(("bf16",), (1, 3, 40), ("alone", "kept", "half-split", "interleaved"))
     for dtype, rows, form in [*kept, *product(QUANTIZED, (3, 40), ("alone",))]:
         run = partial(_head_linear, dtype=dtype, rows=rows, form=form)
@@ -333,25 +400,60 @@ def _projection(
     return function(bench, x, weight, **options), expected
 
 
-def _head_linear(bench: Bench, dtype: str, rows: int, form: str) -> Outcome:
-    """form: what becomes of the values of a head that are not multiplied."""
-    (heads, n, k), keep = (3, 21, 36), form != "alone"
+def _head_matrix(bench: Bench, dtype: str, form: str) -> Outcome:
+    """Heads by matrices, of values that f16 holds."""
+    bench.options["tuning"] = ByMatrix(bench.device)
+    return _head_linear(bench, dtype, 40, form, k=128, apart=16, halves=True)
+
+
+def _head_linear(
+    bench: Bench,
+    dtype: str,
+    rows: int,
+    form: str,
+    *,
+    k: int = 36,
+    apart: int = 12,
+    halves: bool = False,
+) -> Outcome:
+    """form: what becomes of the values of a head that are not multiplied; apart: their number.
+    halves: x and the weights are values of f16."""
+    (heads, n), keep = (3, 21), form != "alone"
     weight = exact_weight(bench.rng, heads * n, k, dtype)
-    x = exact = bench.random(rows, heads * (k + 12))
+    x = exact = bench.random(rows, heads * (k + apart))
+    if halves:
+        weight, x = rounded(weight, "f16"), rounded(x, "f16")
+        exact = x
     options: dict[str, Any] = {"keep": keep, "dtype": dtype}
     if form in ("half-split", "interleaved"):
-        own, interleaved = frequencies(12), form == "interleaved"
+        own, interleaved = frequencies(apart), form == "interleaved"
         table = rope_table(own, 7 + rows)
         options |= {"table": table, "position": 7, "interleaved": interleaved}
-        exact = rope(x, 7 + np.arange(rows), own, k + 12, interleaved)
+        exact = rope(x, 7 + np.arange(rows), own, k + apart, interleaved)
     y = run_head_linear(bench, x, weight, heads, **options)
     return y, head_linear(exact, weight.reshape(heads, n, k), keep)
 
 
-def _grouped(bench: Bench, dtype: str, grouping: Grouping, rows: int) -> Outcome:
+def _beyond_f16(bench: Bench, dtype: str) -> Outcome:
+    """Rows of activations and of weights from 2^-40 to 2^40; each result over those of its rows."""
+    x, powers = rounded(bench.random(33, 331), "f16"), np.arange(-40, 41, 10.0)
+    weight = rounded(rounded(bench.random(37, 331), dtype), "f16")
+    of_x, of_w = np.exp2(np.resize(powers, (33, 1))), np.exp2(np.resize(powers, (37, 1)))
+    own_x, own_w = (x * of_x).astype(np.float32), (weight * of_w).astype(np.float32)
+    y = run_matmul_matrix(bench, own_x, own_w, dtype=dtype)
+    return y / (of_x * of_w.T), matmul(x, weight)
+
+
+def _grouped(
+    bench: Bench, dtype: str, grouping: Grouping, rows: int, by_matrix: bool = False
+) -> Outcome:
     x, exact = activations(bench.rng, rows, 331, dtype)
     weight, values = grouped(bench.rng, (37, 331), dtype, grouping)
-    function = run_matmul_vec if rows <= 8 else run_matmul
+    if by_matrix:
+        x = rounded(bench.random(rows, 331), "f16")
+        near = rounded(values.astype(np.float32), "f16")
+        return run_matmul_matrix(bench, x, weight), matmul(x, near)
+    function = run_matmul_vec if rows <= 8 else run_matmul_tiled
     return function(bench, x, weight), matmul(exact, multiplied(weight, values))
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from typing import Annotated, Unpack
 
 import numpy as np
 
 from infer.kernels.checks.arrays import Array
 from infer.kernels.checks.bench import EPS, Bench, Case, Outcome
-from infer.kernels.checks.forward import Floats, Ids
+from infer.kernels.checks.by_hand import Dtype, by_hand
+from infer.kernels.checks.forward import Floats, Ids, Options
 from infer.kernels.compiler.graph import Value
 from infer.kernels.ops.lora import LoraDown, LoraUp
 from infer.kernels.ops.norm import RMSNorm
@@ -25,17 +27,20 @@ def by_row(x: Array, weights: Array, adapters: Ids) -> Array:
     return y
 
 
+@by_hand
 def run_lora_down(
     bench: Bench,
-    x: Array,
-    weights: Array,
-    adapters: Ids,
+    x: Annotated[Array, "rows, width"],
+    weights: Annotated[Array, "n_adapters, rank, width"],
+    adapters: Annotated[Ids, "rows", "n_adapters + 1"],
     *,
-    norm: tuple[Array, float] | None = None,
-    dtype: str = "f32",
-) -> Floats:
-    """x A^T with the A of the adapter of each row, weights [adapters, rank, width], of which the
-    first is number 1; zeros for number 0. norm (weight [width], eps): of x, before."""
+    norm: Annotated[tuple[Array, float] | None, "width"] = None,
+    dtype: Dtype = "f32",
+    **options: Unpack[Options],
+) -> Annotated[Floats, "rows, rank"]:
+    """x A^T, [rows, rank], with the A of the adapter of each row; x [rows, width], weights
+    [n_adapters, rank, width], of which the first is number 1; zeros for number 0. norm (weight
+    [width], eps): of x, before."""
     value = bench.input(x)
     if norm is not None:
         value = RMSNorm(value, bench.weight(norm[0]), norm[1])
@@ -44,18 +49,21 @@ def run_lora_down(
     return bench.run(LoraDown(value, stack, rank), adapters=adapters)
 
 
+@by_hand
 def run_lora_up(
     bench: Bench,
-    x: Array,
-    weights: Array,
-    adapters: Ids,
+    x: Annotated[Array, "rows, rank"],
+    weights: Annotated[Array, "n_adapters, n, rank"],
+    adapters: Annotated[Ids, "rows", "n_adapters + 1"],
     *,
     scale: float = 1.0,
-    residual: Array | None = None,
-    dtype: str = "f32",
-) -> Floats:
-    """scale * x B^T + residual with the B of the adapter of each row, weights [adapters, n, rank],
-    of which the first is number 1; the residual alone for number 0."""
+    residual: Annotated[Array | None, "rows, n"] = None,
+    dtype: Dtype = "f32",
+    **options: Unpack[Options],
+) -> Annotated[Floats, "rows, n"]:
+    """scale * x B^T + residual, [rows, n], with the B of the adapter of each row; x [rows, rank],
+    weights [n_adapters, n, rank], of which the first is number 1; the residual [rows, n] alone for
+    number 0."""
     _, n, rank = weights.shape
     stack = bench.weight(weights.reshape(-1, rank), dtype)
     y: Value = LoraUp(bench.input(x), stack, n, scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +19,21 @@ _MOST_SPLITS = 8  # of a matrix' columns
 _SPLIT_COLUMNS = 512  # at the least
 _START = 128  # columns: what a workgroup waits for before its first product, and its end
 _COMBINE = 3e6  # what a launch of matmul_combine costs, in products of a multiprocessor
+_COMBINED = 1.2  # and each sum that it reads or writes
 # Rows and columns of a tile and of a subgroup's part of it -> how fast it is where there are many.
 # Of 128 x 128 sums four subgroups have too few registers.
 _TILES = {
     (128, 128, 32, 64): 1.0,
     (64, 128, 32, 32): 0.8,
-    (64, 64, 32, 16): 0.6,
-    (32, 128, 32, 16): 0.5,
-    (32, 64, 32, 16): 0.35,
-    (16, 128, 16, 16): 0.3,
-    (16, 64, 16, 16): 0.2,
+    (64, 64, 32, 32): 0.6,
 }
+# Tiles of so few rows that reading W takes the time, in the order of preference.
+_FEW_TILES = {
+    16: ((16, 128, 16, 16), (16, 64, 16, 16)),
+    32: ((32, 128, 32, 16), (32, 64, 32, 16)),
+    64: ((64, 64, 32, 32),),
+}
+_FILLING = 1.4  # workgroups for each multiprocessor that have it read all the time
 
 
 @dataclass(frozen=True)
@@ -91,12 +96,15 @@ def matmul_matrix_variant(
     shape = matrix_shape(tuning)
     if shape is None or rows <= (_FEW_INT8_ROWS if dtype in INTEGERS else _FEW_ROWS):
         return None
-    most = min(_MOST_SPLITS, k // _SPLIT_COLUMNS) if splits else 1
+    most = max(1, min(_MOST_SPLITS, k // _SPLIT_COLUMNS)) if splits else 1
+    counts = [count for count in (1, 2, 4, _MOST_SPLITS) if count <= most]
+    if rows <= max(_FEW_TILES):
+        few = _FEW_TILES[min(size for size in _FEW_TILES if size >= rows)]
+        return _few_rows_variant(tuning, shape, few, n, counts)
     speeds = {
         MatrixVariant(shape, tuning.subgroup_size, *tile, splits=count): speed
         for tile, speed in _TILES.items()
-        for count in (1, 2, 4, _MOST_SPLITS)
-        if count <= max(1, most)
+        for count in counts
     }
 
     def cost(variant: MatrixVariant) -> float:
@@ -104,9 +112,34 @@ def matmul_matrix_variant(
         rounds = -(-count // tuning.multiprocessors)
         columns = k / variant.splits + _START
         time = rounds * variant.rows * variant.columns * columns / speeds[variant]
-        return time + (_COMBINE + rows * n * (variant.splits + 1) / 4) * (variant.splits > 1)
+        combine = _COMBINE + _COMBINED * rows * n * (variant.splits + 1)
+        return time + combine if variant.splits > 1 else time
 
     return min((each for each in speeds if each.runs(tuning)), key=cost, default=None)
+
+
+def _few_rows_variant(
+    tuning: Tuning,
+    shape: MatrixShape,
+    tiles: Sequence[tuple[int, int, int, int]],
+    n: int,
+    counts: Sequence[int],
+) -> MatrixVariant | None:
+    """The first tile, and the fewest workgroups that share columns, that fill the GPU; or what
+    comes nearest to it."""
+    enough = _FILLING * tuning.multiprocessors
+    found = None
+    for tile in tiles:
+        for count in counts:
+            # Columns by twice as many where a workgroup has few steps, and few wait beside it.
+            depth = 128 if count > 1 and tile[0] < 64 else 64
+            variant = MatrixVariant(shape, tuning.subgroup_size, *tile, depth, count)
+            if not variant.runs(tuning):
+                continue
+            if -(-n // variant.columns) * count >= enough:
+                return variant
+            found = variant
+    return found
 
 
 def expert_matrix_variant(tuning: Tuning, rows: int) -> MatrixVariant | None:
@@ -114,8 +147,7 @@ def expert_matrix_variant(tuning: Tuning, rows: int) -> MatrixVariant | None:
     shape = matrix_shape(tuning)
     if shape is None:
         return None
-    columns = 128 if rows == 64 else 64
-    variant = MatrixVariant(shape, tuning.subgroup_size, rows, columns, min(rows, 32), columns // 4)
+    variant = MatrixVariant(shape, tuning.subgroup_size, rows, 128, max(16, rows // 2), 32)
     return variant if variant.runs(tuning) and rows % shape.m == 0 else None
 
 

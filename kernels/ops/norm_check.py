@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Annotated, Unpack
 
 import numpy as np
 
 from infer.kernels.checks.arrays import Array
 from infer.kernels.checks.bench import EPS, Bench, Case, Outcome
+from infer.kernels.checks.by_hand import by_hand
+from infer.kernels.checks.forward import Floats, Options
 from infer.kernels.ops.elementwise_check import silu
 from infer.kernels.ops.norm import LayerNorm, RMSNorm
 
@@ -35,6 +38,39 @@ def layernorm(x: Array, weight: Array, bias: Array | None, eps: float, groups: i
     return result
 
 
+@by_hand
+def run_rmsnorm(
+    bench: Bench,
+    x: Annotated[Array, "rows, parts * width"],
+    weight: Annotated[Array, "width"],
+    eps: float,
+    groups: int = 1,
+    gate: Annotated[Array | None, "rows, parts * width"] = None,
+    **options: Unpack[Options],
+) -> Annotated[Floats, "rows, parts * width"]:
+    """x / rms(x) * weight (Zhang & Sennrich 2019): x [rows, parts * width], weight [width], over
+    each part of a row, which is one of `width` values, or of width / groups with weights of their
+    own. gate, of the shape of x: times silu(gate)."""
+    gates = None if gate is None else bench.input(gate)
+    return bench.run(RMSNorm(bench.input(x), bench.weight(weight), eps, groups, gates))
+
+
+@by_hand
+def run_layernorm(
+    bench: Bench,
+    x: Annotated[Array, "rows, parts * width"],
+    weight: Annotated[Array, "width"],
+    bias: Annotated[Array | None, "width"] = None,
+    eps: float = 1e-5,
+    groups: int = 1,
+    **options: Unpack[Options],
+) -> Annotated[Floats, "rows, parts * width"]:
+    """(x - mean(x)) / std(x) * weight + bias (Ba et al. 2016): x [rows, parts * width], weight and
+    bias [width], over such parts as of `rmsnorm`."""
+    inputs = bench.input(x), bench.weight(weight), bench.vector(bias)
+    return bench.run(LayerNorm(*inputs, eps, groups))
+
+
 def cases() -> Iterator[Case]:
     yield Case("rmsnorm", "one part", partial(_rmsnorm, rows=3, parts=1, width=331))
     yield Case("rmsnorm", "per head", partial(_rmsnorm, rows=3, parts=5, width=24))
@@ -48,8 +84,7 @@ def cases() -> Iterator[Case]:
 
 def _rmsnorm(bench: Bench, rows: int, parts: int, width: int, groups: int = 1) -> Outcome:
     x, weight = bench.random(rows, parts * width), bench.random(width)
-    y = bench.run(RMSNorm(bench.input(x), bench.weight(weight), EPS, groups))
-    return y, rmsnorm(x, weight, EPS, groups)
+    return run_rmsnorm(bench, x, weight, EPS, groups), rmsnorm(x, weight, EPS, groups)
 
 
 def _layernorm(
@@ -57,12 +92,11 @@ def _layernorm(
 ) -> Outcome:
     x, weight = 3 + bench.random(3, parts * width), bench.random(width)
     added = bench.random(width) if bias else None
-    inputs = bench.input(x), bench.weight(weight), bench.vector(added)
-    y = bench.run(LayerNorm(*inputs, EPS, groups))
+    y = run_layernorm(bench, x, weight, added, EPS, groups)
     return y, layernorm(x, weight, added, EPS, groups)
 
 
 def _gated_rmsnorm(bench: Bench) -> Outcome:
     x, gate, weight = bench.random(3, 5 * 24), bench.random(3, 5 * 24), bench.random(24)
-    y = bench.run(RMSNorm(bench.input(x), bench.weight(weight), EPS, gate=bench.input(gate)))
+    y = run_rmsnorm(bench, x, weight, EPS, gate=gate)
     return y, rmsnorm(x, weight, EPS) * silu(gate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ from infer.kernels.compiler.graph import Value, stride
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import Target, padded_rows
 from infer.kernels.gpu.device import Buffer
+from infer.kernels.gpu.plan import Grid
 from infer.kernels.gpu.tensor import BLOCK, GpuTensor
 
 
@@ -85,8 +87,7 @@ class Prepared(Value):
         rows = padded_rows(self.rows) if self.parts == 1 else self.rows * self.parts
         blocks = -(-self.part // BLOCK) * rows
         if self.scales == "f16":
-            rows = padded_rows(self.rows) if self.parts == 1 else self.rows * self.parts
-            self.operands = [Scratch(rows * -(-self.part // 64) * 128), Scratch(4 * rows)]
+            self.operands = half_operands(rows, self.part)
         elif self.scales:
             self.operands = [Scratch(blocks * BLOCK), Scratch(blocks * 16)]
         else:
@@ -109,20 +110,15 @@ class Prepared(Value):
         x = low.source(self.x)[0]
         order = [] if self.order is None else [self.order]
         if self.scales == "f16":
-            low.emit(
-                "half_rows",
-                (x, *self.operands, *order),
+            lower_half_rows(
+                low,
+                [x, *self.operands, *order],
                 low.row_grid(self, 1)
                 if self.parts == 1
                 else lambda rows, kv_len: (1, rows * self.parts, 1),
-                {
-                    "K": self.part,
-                    "X_STRIDE": stride(self.part),
-                    "ORDER": self.order is not None,
-                    "WG": low.tuning.workgroup(self.part),
-                    "SUBGROUPS": low.device.subgroups,
-                },
-                moved=lambda rows, kv_len: 6 * rows * self.parts * self.part,
+                self.part,
+                stride(self.part),
+                self.parts,
             )
             return
         groups, parts = -(-self.part // (8 * BLOCK)), self.parts
@@ -141,6 +137,36 @@ class Prepared(Value):
                 **scale_params(self),
             },
         )
+
+
+def half_operands(rows: int, width: int) -> list[Operand]:
+    """What half_rows writes: so many rows of f16, and their scales."""
+    return [Scratch(rows * -(-width // 64) * 128), Scratch(4 * rows)]
+
+
+def lower_half_rows(
+    low: Lowering,
+    operands: Sequence[Operand],
+    grid: Grid,
+    width: int,
+    x_stride: int,
+    parts: int = 1,
+) -> None:
+    """The kernel half_rows for the first `width` values of rows of x, which lie x_stride apart.
+    operands: x, those of half_operands, and the order of columns, if there is one."""
+    low.emit(
+        "half_rows",
+        operands,
+        grid,
+        {
+            "K": width,
+            "X_STRIDE": x_stride,
+            "ORDER": len(operands) > 3,
+            "WG": low.tuning.workgroup(width),
+            "SUBGROUPS": low.device.subgroups,
+        },
+        moved=lambda rows, kv_len: 6 * rows * parts * width,
+    )
 
 
 def scale_params(form: Prepared | None) -> dict[str, Any]:

@@ -6,16 +6,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Annotated, Any, Unpack
 
 import numpy as np
 
 from infer.kernels.checks.arrays import Array
 from infer.kernels.checks.bench import EPS, Bench, Case, Outcome
-from infer.kernels.checks.forward import Floats
+from infer.kernels.checks.by_hand import Dtype, by_hand
+from infer.kernels.checks.forward import Floats, Options
 from infer.kernels.checks.inputs import exact_weight, int8_rows
 from infer.kernels.compiler.graph import Value
-from infer.kernels.ops.elementwise_check import silu
+from infer.kernels.ops.elementwise_check import ACTIVATIONS, silu
 from infer.kernels.ops.linear import Linear
 from infer.kernels.ops.linear_check import matmul
 from infer.kernels.ops.norm import RMSNorm
@@ -91,19 +92,22 @@ def ssm_scan(
     return y * silu(z), left
 
 
+@by_hand
 def run_short_conv(
     bench: Bench,
-    x: Array,
-    weight: Array,
+    x: Annotated[Array, "rows, inputs"],
+    weight: Annotated[Array, "channels, taps"],
     *,
-    bias: Array | None = None,
+    bias: Annotated[Array | None, "channels"] = None,
     gated: bool = False,
-    activation: str = "none",
-    state: Array | None = None,
-) -> tuple[Floats, Floats]:
+    activation: Annotated[str, ("none", *ACTIVATIONS)] = "none",
+    state: Annotated[Array | None, "taps - 1, channels"] = None,
+    **options: Unpack[Options],
+) -> tuple[Annotated[Floats, "rows, channels"], Annotated[Floats, "taps - 1, channels"]]:
     """The causal convolution of each channel, [rows, channels], and the last inputs of each,
-    [taps - 1, channels]; weight [channels, taps]. `state` has the inputs before the first row, or
-    there are none. gated: x is B, C and x, [rows, 3 * channels], and this is C * conv(B * x)."""
+    [taps - 1, channels]; x [rows, channels], weight [channels, taps], bias [channels]. `state`
+    [taps - 1, channels] has the inputs before the first row, or there are none. gated: x is B, C
+    and x, [rows, 3 * channels], and this is C * conv(B * x)."""
     channels, taps = weight.shape
     own = _state(bench, StateShape(channels, taps), [state])
     y = ShortConv(
@@ -119,20 +123,25 @@ def run_short_conv(
     return result, last.reshape(taps - 1, channels)
 
 
+@by_hand
 def run_delta_rule(
     bench: Bench,
-    q: Array,
-    k: Array,
-    v: Array,
-    gates: Array,
-    a_log: Array,
-    dt_bias: Array,
+    q: Annotated[Array, "rows, key_heads, key_dim"],
+    k: Annotated[Array, "rows, key_heads, key_dim"],
+    v: Annotated[Array, "rows, heads, value_dim"],
+    gates: Annotated[Array, "rows, 2 * heads"],
+    a_log: Annotated[Array, "heads"],
+    dt_bias: Annotated[Array, "heads"],
     *,
-    state: Array | None = None,
-) -> tuple[Floats, Floats]:
+    state: Annotated[Array | None, "heads, key_dim, value_dim"] = None,
+    **options: Unpack[Options],
+) -> tuple[
+    Annotated[Floats, "rows, heads, value_dim"], Annotated[Floats, "heads, key_dim, value_dim"]
+]:
     """The gated delta rule, [rows, heads, value_dim], and the matrices that it leaves, [heads,
     key_dim, value_dim]; q, k [rows, key_heads, key_dim], v [rows, heads, value_dim], gates [rows,
-    2 * heads]: b, then a, of each head. It goes on from the matrices in `state`, or from zeros."""
+    2 * heads]: b, then a, of each head; a_log and dt_bias [heads]. It goes on from the matrices in
+    `state`, or from zeros. key_dim and value_dim are multiples of 4, heads of key_heads."""
     (rows, key_heads, key_dim), (_, heads, value_dim) = k.shape, v.shape
     channels = 2 * key_heads * key_dim + heads * value_dim
     shape = StateShape(channels, 2, key_heads, heads, key_dim, value_dim)
@@ -146,26 +155,31 @@ def run_delta_rule(
     return y, left.reshape(heads, key_dim, value_dim)
 
 
+@by_hand
 def run_ssm_scan(
     bench: Bench,
-    x: Array,
-    b: Array,
-    c: Array,
-    z: Array,
-    dt: Array,
-    heads: Array,
+    x: Annotated[Array, "rows, n_heads, head_dim"],
+    b: Annotated[Array, "rows, groups, state_dim"],
+    c: Annotated[Array, "rows, groups, state_dim"],
+    z: Annotated[Array, "rows, n_heads, head_dim"],
+    dt: Annotated[Array, "rows, n_heads"],
+    heads: Annotated[Array, "3, n_heads"],
     *,
     dt_limit: tuple[float, float] = (0.0, math.inf),
-    state: Array | None = None,
-    norm: tuple[Array, float] | None = None,
-    projection: Array | None = None,
-    dtype: str = "f32",
-) -> tuple[Floats, Floats]:
-    """The state space model of Mamba 2, times silu(z), [rows, heads, head_dim], and the matrices
-    that it leaves, [heads, state_dim, head_dim]; x, z [rows, heads, head_dim], b, c [rows, groups,
-    state_dim], dt [rows, heads], heads [3, heads]: A_log, dt_bias and D. It goes on from the
-    matrices in `state`, or from zeros. projection [n, heads * head_dim], stored as `dtype`: the
-    first result, or its norm (weights, eps), goes through it, [rows, n]."""
+    state: Annotated[Array | None, "n_heads, state_dim, head_dim"] = None,
+    norm: Annotated[tuple[Array, float] | None, "n_heads * head_dim"] = None,
+    projection: Annotated[Array | None, "n, n_heads * head_dim"] = None,
+    dtype: Dtype = "f32",
+    **options: Unpack[Options],
+) -> tuple[
+    Annotated[Floats, "rows, n_heads, head_dim"], Annotated[Floats, "n_heads, state_dim, head_dim"]
+]:
+    """The state space model of Mamba 2, times silu(z), [rows, n_heads, head_dim], and the matrices
+    that it leaves, [n_heads, state_dim, head_dim]; x, z [rows, n_heads, head_dim], b, c [rows,
+    groups, state_dim], dt [rows, n_heads], heads [3, n_heads]: A_log, dt_bias and D. It goes on
+    from the matrices in `state`, or from zeros. projection [n, n_heads * head_dim], stored as
+    `dtype`: the first result, or its norm (weight [n_heads * head_dim], eps), goes through it,
+    [rows, n]. state_dim and head_dim are multiples of 4, n_heads of groups."""
     (rows, groups, state_dim), (_, n_heads, head_dim) = b.shape, x.shape
     channels = n_heads * head_dim + 2 * groups * state_dim
     shape = StateShape(channels, 2, groups, n_heads, state_dim, head_dim)

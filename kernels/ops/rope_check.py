@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from numbers import Integral
+from typing import Annotated, Unpack
 
 import numpy as np
 
 from infer.kernels.checks.arrays import Array
 from infer.kernels.checks.bench import Bench, Case, Outcome
-from infer.kernels.checks.forward import Floats
+from infer.kernels.checks.by_hand import by_hand
+from infer.kernels.checks.forward import Floats, Options
 from infer.kernels.errors import ShaderError
 from infer.kernels.ops.rope import Rope, Rotate
 
@@ -40,35 +43,62 @@ def frequencies(rotary_dim: int) -> Array:
 
 
 def rope_table(frequencies: Array, positions: int, scale: float = 1.0) -> Floats:
-    """(cos, sin) of position * frequency, times scale: [positions, len(frequencies), 2]."""
-    angle = np.arange(positions)[:, None] * np.asarray(frequencies, np.float64)
+    """(cos, sin) of position * frequency, times scale: [positions, pairs, 2] in float32, for
+    frequencies [pairs] in radians per position. Raises ShaderError."""
+    try:
+        own = np.asarray(frequencies, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ShaderError(f"rope_table: frequencies must be numbers: {error}") from None
+    if own.ndim != 1 or not own.size:
+        raise ShaderError(f"rope_table: frequencies must be [pairs], not {list(own.shape)}")
+    if not isinstance(positions, Integral) or positions < 1:
+        raise ShaderError(
+            f"rope_table: positions must be a whole number from 1 on, not {positions}"
+        )
+    angle = np.arange(positions)[:, None] * own
     return (scale * np.stack([np.cos(angle), np.sin(angle)], -1)).astype(np.float32)
+
+
+RopeTable = Annotated[Array, "positions, pairs, 2"]
+
+
+def check_rotated(table: Array, width: int) -> None:
+    """Raises ShaderError where the table rotates more than the `width` dimensions of a head."""
+    if 2 * table.shape[1] > width:
+        raise ShaderError(
+            f"a table of {table.shape[1]} pairs rotates {2 * table.shape[1]} dimensions, more than "
+            f"the {width} of a head"
+        )
 
 
 def stored_rope(bench: Bench, table: Array, positions: int, interleaved: bool) -> Rope:
     """A table of at least so many positions, on the GPU."""
     if table.ndim != 3 or table.shape[0] < positions or table.shape[2] != 2:
         raise ShaderError(
-            f"table must be [{positions} or more, rotary_dim / 2, 2], not {list(table.shape)}"
+            f"table must be [{positions} or more positions, pairs, 2], not {list(table.shape)}"
         )
     stored = bench.device.upload(table.astype(np.float32), label="rope table")
     return Rope(stored, 2 * table.shape[1], interleaved)
 
 
+@by_hand
 def run_rope(
     bench: Bench,
-    x: Array,
-    table: Array,
+    x: Annotated[Array, "rows, heads * head_dim"],
+    table: RopeTable,
     *,
     head_dim: int,
     position: int = 0,
     interleaved: bool = False,
-) -> Floats:
+    **options: Unpack[Options],
+) -> Annotated[Floats, "rows, heads * head_dim"]:
     """The heads of x [rows, heads * head_dim] rotated; row i is at position + i.
 
-    table: (cos, sin) [positions, rotary_dim / 2, 2], as from `rope_table`. interleaved rotates
-    neighbouring dimensions together, otherwise those half the rotary_dim apart.
+    table: (cos, sin) [positions, pairs, 2], as from `rope_table`: it rotates the first 2 * pairs
+    dimensions of a head, of which the others stay. interleaved rotates neighbouring dimensions
+    together, otherwise those that are `pairs` apart.
     """
+    check_rotated(table, head_dim)
     rotary = stored_rope(bench, table, position + len(x), interleaved)
     return bench.run(Rotate(bench.input(x), rotary, head_dim), position=position)
 

@@ -14,11 +14,11 @@ dispatch; every workgroup reads the last dispatch's histogram, so that no dispat
 Probability mass is summed in 32-bit fixed point, so results do not depend on the order of addition.
 The draw is Gumbel-max with noise from (seed, position, token), so they do not depend on the batch.
 
-The filters are those of transformers' logits processors, in their order: logit bias, repetition,
-presence and frequency penalty, temperature, a mask of the tokens that are possible, top-k (what
-ties with the k-th survives), top-p (the fewest of the most probable that reach it; of equal ones
-the lowest ids), min-p. Temperature 0 is greedy: the lowest id of the largest score after bias,
-penalties and mask.
+The filters are those of transformers' logits processors, in their order: logit bias, no end before
+the least number of tokens, repetition, presence and frequency penalty, temperature, a mask of the
+tokens that are possible, top-k (what ties with the k-th survives), top-p (the fewest of the most
+probable that reach it; of equal ones the lowest ids), min-p. Temperature 0 is greedy: the lowest id
+of the largest score after bias, penalties and mask.
 
 Where several rows are of one sequence, tokens were drafted for all but its first. Each row has a
 mask of its own. Penalties count the drafted tokens before a row, and a last kernel, sample_count,
@@ -49,12 +49,11 @@ from numpy.typing import NDArray
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import Dispatch, Grid, dispatch
 from infer.kernels.gpu.shader import KernelSpec, Param
-from infer.kernels.state.step import MAX_LOGPROBS, ROW, SAMPLING
+from infer.kernels.state.step import FORBIDDEN, MAX_LOGPROBS, ROW, SAMPLING
 
 INVALID_TOKEN = 0xFFFFFFFE  # sampled from logits that hold NaN, or nothing above -inf
 IN_PROMPT = 1 << 31  # in the counts; the bits below say how often a token is in the output
 
-FORBIDDEN = -1e30  # for a bias of -inf, which WGSL may not know: below every score, and a number
 TILE = 1024  # tokens of a workgroup, as in sampling.wgsl
 ROW_BINS = 20480  # of sample_histograms.wgsl
 CUT = np.dtype(  # of sample_cut.wgsl
@@ -94,6 +93,7 @@ class SamplerChain:
     min_p: bool = False
     logprobs: bool = False
     mask: bool = False
+    ends: bool = False
 
     def __or__(self, other: SamplerChain) -> SamplerChain:
         if self == other:
@@ -152,10 +152,11 @@ class Sampler:
         prompt_ids: Iterable[int] | NDArray[np.integer] = (),
         bias: Mapping[int, float] | None = None,
         generated: Sequence[int] = (),
+        allowed: Sequence[int] | None = None,
     ) -> None:
         """Start a generation: how to sample `sequence` (one SAMPLING record), the tokens that the
-        repetition penalty finds in its prompt, what to add to the logits of single tokens, and
-        which tokens it has generated already."""
+        repetition penalty finds in its prompt, what to add to the logits of single tokens, which
+        tokens it has generated already, and the only ones that may come; None: all may."""
         self.device.write(
             self._buffer("sampling"), np.atleast_1d(record), sequence * SAMPLING.itemsize
         )
@@ -167,10 +168,13 @@ class Sampler:
             counts[ids[ids < self.vocab_size]] = IN_PROMPT
             np.add.at(counts, np.asarray(generated, np.int64), np.uint32(1))
             self.device.write(self._buffer("counts"), counts, offset)
-        if bias or sequence in self._biased:
+        if bias or allowed is not None or sequence in self._biased:
             dense = np.zeros(self.vocab_size, np.float32)
+            if allowed is not None:
+                dense[:] = FORBIDDEN
+                dense[np.asarray(allowed)] = 0
             for token, value in (bias or {}).items():
-                dense[token] = max(value, FORBIDDEN)
+                dense[token] = max(dense[token] + value, FORBIDDEN)
             self.device.write(self._buffer("biases"), dense, offset)
             self._biased.add(sequence)
 
@@ -252,6 +256,7 @@ class Sampler:
         changes: dict[str, Param] = {
             "PENALTIES": chain.penalties,
             "BIAS": chain.bias,
+            "ENDS": chain.ends,
             "MASK": chain.mask,
             "MASK_WORDS": self.masks.shape[1],
             "DRAFTS": drafts and (chain.penalties or chain.mask),

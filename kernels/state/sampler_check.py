@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from infer.kernels.checks.arrays import Array, to_rows
 from infer.kernels.checks.bench import Bench, Case, Outcome
-from infer.kernels.checks.forward import submit
+from infer.kernels.checks.by_hand import by_hand, check_ids
+from infer.kernels.checks.forward import Ids, Timings, submit
+from infer.kernels.errors import ShaderError
 from infer.kernels.state.sampler import (
     INVALID_TOKEN,
     LOGPROB,
@@ -19,12 +21,13 @@ from infer.kernels.state.sampler import (
     Sampler,
     SamplerChain,
 )
-from infer.kernels.state.step import SAMPLING, pack_step
+from infer.kernels.state.step import MAX_STOP_IDS, SAMPLING, pack_step
 
 
+@by_hand
 def run_sample(
     bench: Bench,
-    logits: Array,
+    logits: Annotated[Array, "rows, vocab"],
     *,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -33,18 +36,35 @@ def run_sample(
     repetition_penalty: float = 1.0,
     logit_bias: Mapping[int, float] | None = None,
     allowed: Sequence[int] | Sequence[Sequence[int]] | None = None,
-    prompt_ids: Sequence[int] = (),
-    drafts: Sequence[int] = (),
+    prompt_ids: Annotated[Ids, "prompt_tokens", "vocab"] = (),
+    drafts: Annotated[Ids, "n_drafts", "vocab"] = (),
+    stop_ids: Annotated[Ids, "n_stop_ids", "vocab"] = (),
+    min_position: int = 0,
     seed: int = 0,
     position: int = 0,
-    timings: dict[str, float] | None = None,
-) -> NDArray[np.uint32]:
-    """A token for each row of logits [rows, vocab], greedy at temperature 0; INVALID_TOKEN for a
-    row that has NaN or nothing above -inf. The noise depends on the seed and the row's position,
-    from `position` on. allowed: the tokens that may be sampled, with drafts by each row; None: all.
-    drafts: those of all rows but the first, where each row is to count those before it. What the
-    filters mean is in kernels/state/sampler.py."""
+    **options: Unpack[Timings],
+) -> Annotated[NDArray[np.uint32], "rows"]:
+    """A token for each row of logits [rows, vocab], uint32 [rows], greedy at temperature 0;
+    4294967295 for a row that has NaN or nothing above -inf. The noise depends on the seed and the
+    row's position, from `position` on. allowed: the tokens that may be sampled, with drafts by each
+    row; None: all. prompt_ids: tokens that a repetition penalty is for. drafts: the tokens of all
+    rows but the first, where each row is to count those before it. stop_ids: up to 52 tokens that
+    no row before min_position samples. What the filters mean is in
+    kernels/state/sampler.py."""
     rows, vocab = logits.shape
+    drafted = [int(token) for token in drafts]
+    if len(drafted) not in (0, rows - 1):
+        raise ShaderError(
+            f"drafts must be of {rows - 1} rows, all but the first, not {len(drafts)}"
+        )
+    masks: Sequence[Any] = [] if allowed is None else allowed if drafted else [allowed]
+    if allowed is not None and len(masks) != (rows if drafted else 1):
+        raise ShaderError(f"allowed must be of each of the {rows} rows, not {len(masks)}")
+    for own in masks:
+        check_ids("allowed", own, vocab)
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise ShaderError(f"stop_ids must be {MAX_STOP_IDS} at most, not {len(stop_ids)}")
+    check_ids("tokens of logit_bias", list(logit_bias or ()), vocab)
     noise = temperature > 0
     chain = SamplerChain(
         noise=noise,
@@ -54,24 +74,26 @@ def run_sample(
         top_p=noise and top_p < 1.0,
         min_p=noise and min_p > 0.0,
         mask=allowed is not None,
+        ends=min_position > 0,
     )
     record = np.zeros(1, SAMPLING)
     record["temperature"], record["top_k"], record["top_p"] = temperature, top_k, top_p
     record["min_p"], record["repetition_penalty"] = min_p, repetition_penalty
     record["seed_low"], record["seed_high"] = seed & 0xFFFFFFFF, seed >> 32
     record["max_position"], record["masked"] = 0xFFFFFFFF, allowed is not None
-    step = bench.device.upload(pack_step([0, *drafts] if drafts else [0] * rows, position))
+    record["min_position"], record["n_stop_ids"] = min_position, len(stop_ids)
+    record["stop_ids"][0, : len(stop_ids)] = stop_ids
+    step = bench.device.upload(pack_step([0, *drafted] if drafted else [0] * rows, position))
     buffer = bench.device.upload(to_rows(logits, rows))
     sampler = Sampler(bench.device, vocab, buffer, step, max_rows=rows)
-    sampler.begin(0, record[0], prompt_ids, logit_bias)
-    if allowed is not None:
-        masks = allowed if drafts else [allowed]
+    sampler.begin(0, record[0], [int(token) for token in prompt_ids], logit_bias)
+    if masks:
         for row, own in enumerate(masks):
             bits = np.isin(np.arange(-(-vocab // 32) * 32), own)
             sampler.masks[row] = np.packbits(bits, bitorder="little").view(np.uint32)
         sampler.write_masks(0, len(masks) - 1)
-    dispatches = sampler.dispatches(chain, gather=0, drafts=bool(drafts))
-    submit(bench.device, dispatches, rows, 0, timings)
+    dispatches = sampler.dispatches(chain, gather=0, drafts=bool(drafted))
+    submit(bench.device, dispatches, rows, 0, bench.options.get("timings"))
     ids: NDArray[np.uint32] = bench.device.read(sampler.sampled, np.uint32, rows)
     return ids
 
@@ -120,6 +142,13 @@ def _drafted(bench: Bench) -> Outcome:
     logits[:, [1100, 1200, 5]] = 60, 50, 40
     y = run_sample(bench, logits, drafts=[1100, 3, 1200], repetition_penalty=2.0)
     return y, np.array([1100, 1200, 1200, 5])
+
+
+def _unended(bench: Bench) -> Outcome:
+    logits = _logits(bench)
+    logits[:, [7, 1100, 5]] = 60, 50, 40
+    y = run_sample(bench, logits, stop_ids=[1100, 7], min_position=22, position=20)
+    return y, np.array([5, 5, 7, 7])
 
 
 def _masked(bench: Bench) -> Outcome:
@@ -173,6 +202,7 @@ _CASES: dict[str, Callable[[Bench], Outcome]] = {
     "not a number": _invalid,
     "penalty and bias": _changed,
     "drafts": _drafted,
+    "no end yet": _unended,
     "mask": _masked,
     "masks of drafts": _masked_by_row,
     "top-k 1": partial(_best, temperature=1.0, top_k=1),

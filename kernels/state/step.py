@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 MAX_PROMPTS = 8  # whose tokens a step of prefill takes
 MAX_LOGITS_ROWS = MAX_PROMPTS
 MAX_LOGPROBS = 20  # of the most probable tokens
-MAX_STOP_IDS = 52
+MAX_STOP_IDS = 51
+FORBIDDEN = -1e30  # for a bias of -inf, which WGSL may not know: below every score, and a number
 NO_TOKEN = 0xFFFFFFFF  # what the sampler writes for a row that had already stopped
 DRAFTED = 1 << 31  # beside how many rows states are `behind`: they do not take in the row either
 
@@ -54,6 +55,7 @@ SAMPLING = np.dtype(
         ("seed_low", "<u4"),
         ("seed_high", "<u4"),
         ("max_position", "<u4"),
+        ("min_position", "<u4"),
         ("n_stop_ids", "<u4"),
         ("masked", "<u4"),
         ("stop_ids", "<u4", MAX_STOP_IDS),

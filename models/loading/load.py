@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.gpu.device import Buffer, Device
-from infer.kernels.gpu.half_range import check_half_range
 from infer.kernels.gpu.pack import from_bf16, to_bf16
 from infer.kernels.gpu.plan import Dispatch
 from infer.kernels.gpu.quantize import Quantizer
+from infer.kernels.gpu.row_scales import scale_rows
 from infer.kernels.gpu.tensor import ITEMSIZE, GpuTensor, Shard, row_bytes
 from infer.kernels.gpu.upload import PIECE_BYTES, Fill, Uploader
 from infer.models.loading.checkpoint import listed
@@ -50,7 +50,8 @@ def load_weights(
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, GpuTensor]:
     """The weights by name. All are allocated, then the files are read. `allocated` is called
-    between: to allocate, or to compile, what else the model needs.
+    between: to allocate, or to compile, what else the model needs. Kernels of a weight that has
+    `row_scales` in the end are others than were known then.
 
     To "f32", "f16" and "bf16" values are rounded to nearest, ties to even; to "q8" and "q4" they
     are quantised on the GPU, from rows as the files have them. changes: what is added to tensors
@@ -58,9 +59,8 @@ def load_weights(
     gets bytes done and bytes in all.
 
     Raises CheckpointError for values too large for the dtype or, if quantised, not finite;
-    UnsupportedError for rows that no binding holds, and for values that the device's matrices
-    can't multiply; OutOfMemoryError. Whatever is raised, an interrupt too, nothing stays
-    allocated.
+    UnsupportedError for rows that no binding holds; OutOfMemoryError. Whatever is raised, an
+    interrupt too, nothing stays allocated.
     """
     with allocated_weights(device, plan) as weights:
         allocated(weights)
@@ -84,7 +84,8 @@ def load_weights(
                     if t.then is not None:
                         uploader.run(t.then)
             quantizer.check()
-        check_half_range(device, weights)
+        if device.matrices:
+            scale_rows(device, weights.values())
         return weights
 
 

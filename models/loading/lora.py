@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from infer.kernels.errors import CheckpointError, UnsupportedError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.pack import from_bf16, to_bf16, write
+from infer.kernels.gpu.row_scales import scale_rows
 from infer.kernels.gpu.tensor import ITEMSIZE, GpuTensor, allocate
 from infer.kernels.ops.linear import Changes, LowRank
 from infer.models.blocks.decoder import Decoder
@@ -383,6 +384,11 @@ class Adapters:
     by_row: Changes
     names: tuple[str, ...]
 
+    @property
+    def multiplied(self) -> list[GpuTensor]:
+        """The matrices that rows of all adapters are multiplied by, as by the model's own."""
+        return [matrix for change in self.always.values() for matrix in (change.a, change.b)]
+
     def number(self, name: str | None) -> int:
         """By which rows say that they have this one."""
         return 0 if name is None else 1 + self.names.index(name)
@@ -460,6 +466,8 @@ class Loras:
         for number, of_weights in enumerate(self.named.values()):
             for name, each in of_weights.items():
                 each.fill(device, adapters.by_row[weights[name]], number)
+        if device.matrices:
+            scale_rows(device, adapters.multiplied)
 
 
 NO_LORAS = Loras({}, {}, {})

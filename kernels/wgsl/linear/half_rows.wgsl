@@ -1,6 +1,7 @@
 // x [rows][K] in f16, each row times a power of two (half_scale.wgsl), whose inverse is the row's scale. Behind its
-// K columns a row has zeros, up to a multiple of 64.
+// K columns a row has zeros, up to a multiple of 64. Columns are in the order of crossed_halves.wgsl.
 #include "reduce.wgsl"
+#include "crossed_halves.wgsl"
 #include "half_scale.wgsl"
 // @param K u32
 // @param X_STRIDE u32
@@ -47,7 +48,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   }
 #for o in 0..OWN
   if (me.index + WG * $ou < ELEMENTS) {
-    x_halves[row * ELEMENTS + me.index + WG * $ou] = eight_halves(
+    x_halves[row * ELEMENTS + me.index + WG * $ou] = crossed_halves(
       scale.factor * four$o_0, scale.factor * four$o_1);
   }
 #endfor

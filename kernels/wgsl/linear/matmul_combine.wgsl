@@ -11,17 +11,23 @@
 @group(0) @binding(0) var<storage, read> sums: array<f32>;  // [split][row][SUMS_STRIDE]
 @group(0) @binding(1) var<storage, read_write> y: array<f32>;
 
-// grid (N / 64, rows)
+#let OWN = 4  // outputs of an invocation: of fewer there would be too many workgroups
+
+// grid (N / 256, rows)
 @compute @workgroup_size(64)
-fn main(@builtin(global_invocation_id) id: vec3<u32>) {
-  if (id.x >= N) {
-    return;
-  }
-  let n = START + id.x;
-  let out = id.y * Y_STRIDE + n;
-  var sum = 0.0;
+fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
+#for o in 0..OWN
+  let output$o = id.x * $(64 * OWN)u + $ou * 64u + tid;
+  var sum$o = 0.0;
 #for s in 0..SPLITS
-  sum += sums[($su * SPLIT_ROWS + id.y) * SUMS_STRIDE + id.x];
+  sum$o += sums[($su * SPLIT_ROWS + id.y) * SUMS_STRIDE + min(output$o, N - 1u)];
 #endfor
-  y[out] = epilogue(sum, sum, n, out);
+#endfor
+#for o in 0..OWN
+  if (output$o < N) {
+    let n = START + output$o;
+    let out = id.y * Y_STRIDE + n;
+    y[out] = epilogue(sum$o, sum$o, n, out);
+  }
+#endfor
 }

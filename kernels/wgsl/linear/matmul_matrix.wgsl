@@ -6,9 +6,10 @@
 // these sums, in registers. DEPTH columns go through workgroup memory at a time, while the next ones are on
 // their way into registers.
 #include "weight_group.wgsl"
-#let EPILOGUE = 4 + SCALES_BOUND
+#let EPILOGUE = 4 + SCALES_BOUND + ROW_SCALES
 #include "matmul_outputs.wgsl"
 #include "epilogue.wgsl"
+#include "crossed_halves.wgsl"
 #include "half_scale.wgsl"
 #include "matrix.wgsl"
 // @param ROWS u32                multiples of SUB_ROWS, SUB_COLUMNS and 32
@@ -16,13 +17,21 @@
 // @param DEPTH u32
 // @param SUB_ROWS u32            multiples of MATRIX_M, MATRIX_N and MATRIX_K
 // @param SUB_COLUMNS u32
+// @param X_WIDTH u32             values of a row of x: K, or those of all heads
+// @param X_OFFSET u32            this and the next are multiples of 8
+// @param X_HEAD u32              columns of x from one head to the next (matmul.wgsl); 0 where there are no heads
+// @param Y_HEAD u32              and of y
+// @param ROW_SCALES bool         rows of W have powers of two (row_scales.wgsl), without which f16 does not hold them
 @group(0) @binding(0) var<storage, read> weight: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read> x: array<vec4<u32>>;  // rows up to a multiple of the tile
 #if SCALES_BOUND
 @group(0) @binding(2) var<storage, read> scales: array<u32>;
 #endif
 @group(0) @binding($(2 + SCALES_BOUND)) var<storage, read> x_scales: array<f32>;
-@group(0) @binding($(3 + SCALES_BOUND)) var<storage, read_write> y: array<f32>;
+#if ROW_SCALES
+@group(0) @binding($(3 + SCALES_BOUND)) var<storage, read> row_scales: array<f32>;
+#endif
+@group(0) @binding($(3 + SCALES_BOUND + ROW_SCALES)) var<storage, read_write> y: array<f32>;
 
 #let SIZE = ROWS / SUB_ROWS * COLUMNS / SUB_COLUMNS * LANES
 #let M_MATRICES = SUB_ROWS / MATRIX_M
@@ -39,7 +48,7 @@
 #let W_LOADS = (COLUMNS + W_STEP - 1) / W_STEP
 #let WHOLE_TILES = N % (COLUMNS / (1 + GATED)) == 0
 const OUTPUTS = COLUMNS / $(1 + GATED)u;
-const X_ELEMENTS = (K + 63u) / 64u * 8u;  // of a row of x, zeros behind its columns
+const X_ELEMENTS = (X_WIDTH + 63u) / 64u * 8u;  // of a row of x, zeros behind its columns
 const W_UNITS = (K + $(UNIT - 1)u) / $(UNIT)u;  // of a row of W
 const STEPS = (K + DEPTH - 1u) / DEPTH;
 const SPLIT_STEPS = (STEPS + SPLITS - 1u) / SPLITS;
@@ -54,6 +63,7 @@ var<workgroup> pool: array<vec4<u32>, max((ROWS + COLUMNS) * POOL_STRIDE, SUM_RO
 
 #if BY_BLOCK
 #let PARTS = 1 + (GROUP_SIZE == 16)  // groups of a block
+#let NIBBLES = MATRIX == subgroup and WEIGHT == q4 and SCALES == f16 and OFFSET == none and not ROW_SCALES
 
 struct Block {
   integers: Integers,
@@ -70,12 +80,47 @@ fn group_of(block: u32, part: u32) -> u32 {
 #endif
 }
 
+#if NIBBLES
+// The nibbles at the lower ends of eight bytes, less 8 and times a scale. As the last bits of an f16 they stand for
+// 1024 and them; all values are those that f32 would give.
+fn eight_nibbles(bytes: vec2<u32>, scale: vec2<f16>) -> vec4<u32> {
+  let pairs = (vec4<u32>(bytes.x, bytes.x >> 8u, bytes.y, bytes.y >> 8u) & vec4<u32>(0x000f000fu))
+    | vec4<u32>(0x64006400u);
+  return vec4<u32>(
+#for i in 0..4
+    bitcast<u32>((bitcast<vec2<f16>>(pairs[$i]) - vec2<f16>(1032.0h)) * scale),
+#endfor
+  );
+}
+#else
 fn eight(integers: vec2<u32>, scale: vec2<f32>) -> vec4<u32> {
-  return eight_halves(
+  return crossed_halves(
     INT8_UNIT * scale.x * vec4<f32>(unpack4xI8(integers.x)) + scale.y,
     INT8_UNIT * scale.x * vec4<f32>(unpack4xI8(integers.y)) + scale.y);
 }
 #endif
+#endif
+
+#if ROW_SCALES
+fn exponent_of(power: f32) -> i32 {
+  return i32(bitcast<u32>(power) >> 23u) - 127;
+}
+
+fn power_of_two(exponent: i32) -> f32 {
+  return bitcast<f32>(u32(exponent + 127) << 23u);
+}
+#endif
+
+// A sum times the scales of its rows of x and W.
+fn scaled(sum: f32, x_scale: f32, w_row: u32) -> f32 {
+#if ROW_SCALES
+  // In two steps, as the product of both scales may be beyond f32 where the result is not.
+  let exponent = exponent_of(x_scale) + exponent_of(row_scales[w_row]);
+  return sum * power_of_two(exponent / 2) * power_of_two(exponent - exponent / 2);
+#else
+  return x_scale * sum;
+#endif
+}
 
 // What of a row of W an invocation loads in step t; the last of it again beyond that.
 fn unit_of(t: u32, unit: u32) -> u32 {
@@ -86,17 +131,21 @@ fn unit_of(t: u32, unit: u32) -> u32 {
 #endif
 }
 
-// grid (N / OUTPUTS, rows / ROWS, SPLITS); GROUPED: (N / OUTPUTS, tiles)
+// grid (N / OUTPUTS, rows / ROWS, heads or SPLITS); GROUPED: (N / OUTPUTS, tiles)
 @compute @workgroup_size($(SIZE))
 fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) tid: u32) {
   fill_tables(tid, $(SIZE)u);
   let first_row = id.y * ROWS;
   let first_output = id.x * OUTPUTS;
+  let head = id.z / SPLITS;
+  let split = id.z % SPLITS;
 #if GROUPED
   if (!in_shard(tile_experts[id.y])) {
     return;
   }
   let expert_row = (tile_experts[id.y] - FIRST_EXPERT) * N * $(1 + GATED)u;
+#elif X_HEAD > 0
+  let expert_row = head * N;
 #else
   let expert_row = 0u;
 #endif
@@ -115,13 +164,14 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endfor
 #endfor
 
+  let x_head = (X_OFFSET + head * X_HEAD) / 8u;
   let x_row0 = tid / (DEPTH / 8u);
   let x_column = tid % (DEPTH / 8u);
 #for l in 0..X_LOADS
 #if GROUPED
-  let x_from$l = x_row(first_row + min(x_row0 + $($l * X_STEP)u, ROWS - 1u)) * X_ELEMENTS;
+  let x_from$l = x_row(first_row + min(x_row0 + $($l * X_STEP)u, ROWS - 1u)) * X_ELEMENTS + x_head;
 #else
-  let x_from$l = (first_row + x_row0) * X_ELEMENTS + $($l * X_STEP)u * X_ELEMENTS;
+  let x_from$l = (first_row + x_row0) * X_ELEMENTS + $($l * X_STEP)u * X_ELEMENTS + x_head;
 #endif
   var x_next$l = vec4<u32>();
 #endfor
@@ -135,6 +185,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #else
   let w_from$l = expert_row + first_output + w_row0 + $($l * W_STEP)u;
 #endif
+#if ROW_SCALES
+  let w_factor$l = power_of_two(-exponent_of(row_scales[w_from$l]));
+#endif
 #if BY_BLOCK
   var w_next$l = Block();
 #else
@@ -142,7 +195,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endif
 #endfor
 
-  let start = id.z * SPLIT_STEPS;
+  let start = split * SPLIT_STEPS;
   let end = min(start + SPLIT_STEPS, STEPS);
   // Without conditions around what is held in registers: with them the sums went to memory, and a product took
   // twice as long.
@@ -179,17 +232,35 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
         W_PLACE + (w_row0 + $($l * W_STEP)u) * POOL_STRIDE + w_unit * $(UNIT / 8)u;
 #if BY_BLOCK
 #for q in 0..PARTS
+#if ROW_SCALES
+      let scale$q = w_factor$l * widen_scale(w_next$l.scale$q, group_of(unit, $qu));
+#else
       let scale$q = widen_scale(w_next$l.scale$q, group_of(unit, $qu));
+#endif
 #endfor
+#if NIBBLES
+      // As two's complement, they are 8 less with the upper bit turned.
+      let nibbles = w_next$l.integers ^ vec4<u32>(0x88888888u);
+      pool[place] = eight_nibbles(nibbles.xy, vec2<f16>(f16(scale0.x)));
+      pool[place + 1u] = eight_nibbles(nibbles.zw, vec2<f16>(f16(scale0.x)));
+      let upper = nibbles >> vec4<u32>(4u);
+      pool[place + 2u] = eight_nibbles(upper.xy, vec2<f16>(f16(scale$(PARTS - 1).x)));
+      pool[place + 3u] = eight_nibbles(upper.zw, vec2<f16>(f16(scale$(PARTS - 1).x)));
+#else
       let low = low_int8(w_next$l.integers);
       let high = high_int8(w_next$l.integers);
       pool[place] = eight(low.xy, scale0);
       pool[place + 1u] = eight(low.zw, scale0);
       pool[place + 2u] = eight(high.xy, scale$(PARTS - 1));
       pool[place + 3u] = eight(high.zw, scale$(PARTS - 1));
+#endif
 #else
       let wide = widen_group(w_next$l, unit);
-      pool[place] = eight_halves(wide[0], wide[1]);
+#if ROW_SCALES
+      pool[place] = crossed_halves(w_factor$l * wide[0], w_factor$l * wide[1]);
+#else
+      pool[place] = crossed_halves(wide[0], wide[1]);
+#endif
 #endif
     }
 #endfor
@@ -247,17 +318,20 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     let row = first_row + sum_row / MATRIX_M * SUB_ROWS + $iu * MATRIX_M + sum_row % MATRIX_M;
     let y_at = y_row(row);
     if (first_output + output < N && is_written(y_at)) {
-      let scale = x_scales[x_row(row)];
+      let x_scale = x_scales[x_row(row)];
+      let w_row = expert_row + first_output + output;
       let place = sum_row * SUM_STRIDE;
-      let sum = scale * bitcast<vec4<f32>>(pool[place + output / 4u])[output % 4u];
+      let sum = scaled(
+        bitcast<vec4<f32>>(pool[place + output / 4u])[output % 4u], x_scale, w_row);
 #if GATED
       let up_at = OUTPUTS + output;
-      let up = scale * bitcast<vec4<f32>>(pool[place + up_at / 4u])[up_at % 4u];
+      let up = scaled(
+        bitcast<vec4<f32>>(pool[place + up_at / 4u])[up_at % 4u], x_scale, w_row + N);
 #else
       let up = 0.0;
 #endif
       let n = START + first_output + output;
-      let out = (id.z * SPLIT_ROWS + y_at) * Y_STRIDE + n;
+      let out = (split * SPLIT_ROWS + y_at) * Y_STRIDE + head * Y_HEAD + n;
       y[out] = epilogue(sum, up, first_bias + n, out);
     }
   }

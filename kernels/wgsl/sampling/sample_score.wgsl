@@ -3,6 +3,7 @@
 // @param STRIDE u32      values between two rows, or sequences: VOCAB rounded up to 8
 // @param PENALTIES bool
 // @param BIAS bool
+// @param ENDS bool       stop ids are forbidden before min_position
 // @param MASK bool
 // @param MASK_WORDS u32  a bit for each token of the vocabulary
 // @param DRAFTS bool     rows of a sequence follow each other; all but the first have drafted tokens
@@ -19,6 +20,9 @@ fn scores(row: u32, sequence: u32, first: u32) -> vec4<f32> {
   var x = logits[(row * STRIDE + first) / 4u];
 #if BIAS
   x += biases[(sequence * STRIDE + first) / 4u];
+#endif
+#if ENDS
+  x += ends(row, sequence, first);
 #endif
 #if PENALTIES
 #if DRAFTS
@@ -48,6 +52,21 @@ fn scores(row: u32, sequence: u32, first: u32) -> vec4<f32> {
 #endif
   return result;
 }
+#if ENDS
+
+// What is added to the logits of tokens first .. first + 3: FORBIDDEN of kernels/state/step.py for stop ids that
+// come too early.
+fn ends(row: u32, sequence: u32, first: u32) -> vec4<f32> {
+  let tokens = vec4<u32>(first, first + 1u, first + 2u, first + 3u);
+  var result = vec4<f32>(0.0);
+  if (step.rows[step_row(row)].position < sampling.records[sequence].min_position) {
+    for (var i = 0u; i < min(sampling.records[sequence].n_stop_ids, 51u); i++) {
+      result = select(result, vec4<f32>(-1e30), tokens == vec4<u32>(sampling.records[sequence].stop_ids[i]));
+    }
+  }
+  return result;
+}
+#endif
 #if PENALTIES
 #if DRAFTS
 

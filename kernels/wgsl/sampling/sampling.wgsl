@@ -15,9 +15,10 @@ struct Sampling {
   seed_low: u32,
   seed_high: u32,
   max_position: u32, // no row from here on is computed
+  min_position: u32, // no row before this one samples a stop id
   n_stop_ids: u32,
   masked: u32,       // 0: any token may come next
-  stop_ids: array<u32, 52>,
+  stop_ids: array<u32, 51>,
 }
 
 struct Samplings {

@@ -1,5 +1,8 @@
-// The largest magnitude of a weight's values, as the bits of an f32, in results[params.index].
+// For each row of a weight a power of two: divided by it, the row's largest value is from 2^14 to 2^15, close to the
+// largest f16. flags[params.index] becomes 1 if f16 does not hold a row as it is, because its largest value is above
+// 65,504, or below 2^-14, where f16 has fewer bits.
 #include "grid.wgsl"
+#include "half_scale.wgsl"
 #include "weight_group.wgsl"
 struct Place {
   rows: u32,   // of this shard
@@ -11,7 +14,8 @@ struct Place {
 @group(0) @binding(1) var<storage, read> scales: array<u32>;
 #endif
 @group(0) @binding($(1 + SCALES_BOUND)) var<storage, read> params: Place;
-@group(0) @binding($(2 + SCALES_BOUND)) var<storage, read_write> results: array<atomic<u32>>;
+@group(0) @binding($(2 + SCALES_BOUND)) var<storage, read_write> row_scales: array<f32>;
+@group(0) @binding($(3 + SCALES_BOUND)) var<storage, read_write> flags: array<atomic<u32>>;
 
 var<workgroup> most: atomic<u32>;
 
@@ -37,6 +41,10 @@ fn main(
   atomicMax(&most, bitcast<u32>(max(two.x, two.y)));
   workgroupBarrier();
   if (tid == 0u) {
-    atomicMax(&results[params.index], atomicLoad(&most));
+    let value = bitcast<f32>(atomicLoad(&most));
+    row_scales[row] = half_scale(value).inverse;
+    if (value > 65504.0 || (value > 0.0 && value < 0x1p-14)) {
+      atomicStore(&flags[params.index], 1u);
+    }
   }
 }

@@ -1,0 +1,6 @@
+// Eight columns in f16, in the order in which matmul_matrix.wgsl multiplies those of x and of W: of each four the
+// second and the third have changed places. So the nibbles of a word are pairs as soon as they are masked.
+fn crossed_halves(low: vec4<f32>, high: vec4<f32>) -> vec4<u32> {
+  return vec4<u32>(
+    pack2x16float(low.xz), pack2x16float(low.yw), pack2x16float(high.xz), pack2x16float(high.yw));
+}
