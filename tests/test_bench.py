@@ -670,7 +670,7 @@ def test_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--device", "1", "--dtype", "f16", "--revision", "v2", "--offline", "--profile")
     sizes = ("--prompt-tokens", 7, "-n", 8, "-r", 9, "--depth", "3,4", "--kv-dtype", "q8")
     sizes += ("--batch", "1,4-7, 64", "--clients", "16", "--accept", "0.7", "--draft-rows", 3)
-    assert refused("bench", "org/name", *flags, *sizes) == "error: seen enough"
+    assert refused("bench", "org/name", *flags, *sizes, code=2) == "error: seen enough"
     expected = {"model": "org/name", "shape": None, "device": "1", "dtype": "f16", "format": None}
     expected |= {"revision": "v2", "offline": True, "profile": True, "kv_dtype": "q8"}
     expected |= {"prompt_tokens": 7, "decode_tokens": 8, "repeats": 9, "depths": [3, 4]}
