@@ -209,7 +209,7 @@ def test_logits_are_much_nearer_than_those_of_bf16(
 # Weights beyond f16
 
 
-@pytest.mark.parametrize("stored", ["bf16", "f32", "q8", "e4m3", "mxfp4"])
+@pytest.mark.parametrize("stored", ["bf16", "f32", "q8", "q4", "e4m3", "mxfp4"])
 @pytest.mark.parametrize("variant", CASES["variant"][:3])
 def test_rows_of_weights_of_any_size(
     device: Device, rng: np.random.Generator, stored: str, variant: MatrixVariant
@@ -219,6 +219,7 @@ def test_rows_of_weights_of_any_size(
     powers = np.array([127, 100, 60, 20, 16, 0, -15, -30, -70, -100, -120, -126])
     dtypes = {
         "q8": Grouping(32, "f32"),
+        "q4": Grouping(32, "bf16"),
         "e4m3": Grouping(128, "f32"),
         "mxfp4": Grouping(32, "e8m0"),
     }
