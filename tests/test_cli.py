@@ -246,6 +246,7 @@ def test_json(llm: LLM) -> None:
         ]
     assert got["model"] == "demo"
     assert got["adapter"]["name"] == llm.device.adapter.name
+    assert got["adapter"]["webgpu"] == llm.device.adapter.webgpu
     assert got["versions"]["numpy"] == np.__version__
     assert 0 < got["memory"]["allocated_bytes"] <= got["memory"]["peak_bytes"]
     assert min(got["prompt_tps"], got["generation_tps"], got["ttft_s"]) > 0
@@ -1061,6 +1062,16 @@ def test_the_library_of_webgpu_is_chosen() -> None:
     assert "No WebGPU library is called 'metal'. Give wgpu-native or dawn" in text
     assert "'metal'" in refused("run", "demo", PROMPT, "--webgpu", "metal")
     assert "WebGPU    wgpu-native" in invoke("devices", "--webgpu", "wgpu-native").stdout
+
+
+def test_run_starts_the_drivers_of_the_library_that_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(webgpu: str | None = None) -> None:
+        raise DeviceError(f"{webgpu} starts")
+
+    monkeypatch.setattr("infer.kernels.gpu.adapters.start_drivers", start)
+    assert "dawn starts" in refused("run", "demo", PROMPT, "--webgpu", "dawn")
 
 
 def test_devices_says_what_chose(monkeypatch: pytest.MonkeyPatch) -> None:

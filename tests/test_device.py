@@ -201,6 +201,19 @@ def test_drivers_that_fail_to_start_do_so_where_adapters_are_asked_for(
         list_adapters()
 
 
+def test_drivers_are_started_by_the_library_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(adapters, "library", lambda name: name)
+    monkeypatch.setattr(adapters, "_handles", started.append)
+    adapters.start_drivers("dawn")
+    for thread in threading.enumerate():
+        if thread.name == "drivers":
+            thread.join()
+    assert started == ["dawn"]
+
+
 def test_adapters_of_opengl_are_not_even_opened() -> None:
     handles = adapters._handles(library("wgpu-native"))
     assert all(handle.info["backend_type"] != "OpenGL" for handle in handles)

@@ -374,7 +374,7 @@ def run(
 
         from infer.kernels.gpu.adapters import start_drivers
 
-        start_drivers()  # while all this is imported
+        start_drivers(webgpu)  # while all this is imported
 
         from infer.cli import report
         from infer.loading import load

@@ -92,14 +92,18 @@ def list_adapters(webgpu: str | None = None) -> list[AdapterInfo]:
     ]
 
 
-def start_drivers() -> None:
+def start_drivers(webgpu: str | None = None) -> None:
     """Let the GPUs' drivers start in a thread, while something else is done: the first
-    `list_adapters()` of a process waits for them. What they fail with, the next one raises."""
-    webgpu = library()  # not in the thread, where importing it would compete for Python's lock
+    `list_adapters()` of a process waits for them. What they fail with, the next one raises.
+
+    webgpu: the library that starts them, as for `list_adapters`. Raises DeviceError where there is
+    no such library.
+    """
+    native = library(webgpu)  # not in the thread: importing it would compete for Python's lock
 
     def start() -> None:
         with suppress(Exception):
-            _handles(webgpu)
+            _handles(native)
 
     threading.Thread(target=start, name="drivers").start()
 
