@@ -239,6 +239,7 @@ def run_bench(
             lora=lora,
             draft=draft and f"{draft}{f' {draft_quantize}' if draft_quantize else ''}",
             invariant=invariant,
+            webgpu=gpu.webgpu,
             dispatches=len(engine.recordings.of("decode", True, GREEDY.chain()).dispatches),
             submit_seconds=submit_seconds,
             gpu_seconds=gpu_seconds,
