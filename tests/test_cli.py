@@ -12,7 +12,7 @@ import subprocess
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +44,7 @@ from infer.kernels.checks.bench import CheckResult
 from infer.kernels.errors import DeviceError
 from infer.kernels.gpu.adapters import AdapterInfo, MemoryInfo
 from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.native.library import MatrixShape
 from infer.kernels.state.kv_cache import PAGE
 from infer.models.loading.tensors import TensorInfo
 from infer.progress import ProgressLine, size, visible
@@ -1043,13 +1044,16 @@ def test_info_opens_nothing_and_needs_nothing(
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INFER_DEVICE", raising=False)
     adapters = infer.list_adapters()
+    monkeypatch.setattr(infer.cli.report, "installed", lambda: ["wgpu-native"])
     got = json.loads(invoke("devices", "--json").stdout)
     assert [entry["name"] for entry in got["adapters"]] == [a.name for a in adapters]
     assert [entry["type"] for entry in got["adapters"]] == [a.kind for a in adapters]
     assert [entry["used"] for entry in got["adapters"]] == [a.index == 0 for a in adapters]
     assert got["adapters"][0]["features"] == sorted(adapters[0].features)
     assert got["adapters"][0]["limits"] == adapters[0].limits
-    assert got["chosen_by"] == "best"
+    assert got["adapters"][0]["matrices"] == [m._asdict() for m in adapters[0].matrices]
+    assert (got["chosen_by"], got["webgpu"]) == ("best", adapters[0].webgpu)
+    assert got["versions"] == infer.cli.report.versions()
     text = invoke("devices").stdout
     assert text.startswith(f"* 0: {adapters[0].name}\n")
     assert text.endswith("* is used: the best; --device or INFER_DEVICE would choose another.\n")
@@ -1083,6 +1087,7 @@ def test_devices_says_what_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     for module in ("infer.kernels.gpu.adapters", "infer.cli.report"):
         monkeypatch.setattr(f"{module}.list_adapters", lambda *_: adapters)
+    monkeypatch.setattr(infer.cli.report, "installed", lambda: ["wgpu-native"])
     monkeypatch.setenv("INFER_DEVICE", "chip")
     text = invoke("devices").stdout
     assert "\n* 1: Chip B\n" in text
@@ -1093,6 +1098,65 @@ def test_devices_says_what_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.startswith("* 0: Card A\n")
     assert text.endswith("* is used: --device names it.\n")
     assert "No adapter matches 'Card C'" in refused("devices", "--device", "Card C")
+
+
+def test_devices_shows_what_each_library_offers(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Dawn accepts one of two equal cards, in the place of both, then none, and then it does not
+    start. What it writes to standard error itself does not show."""
+    limits = infer.list_adapters()[0].limits
+
+    def card(index: int, webgpu: str, **more: Any) -> AdapterInfo:
+        kind = ("T4", "discrete", "Vulkan", "535.1", frozenset[str](), limits)
+        return AdapterInfo(index, *kind, webgpu=webgpu, **more)
+
+    matrices = (MatrixShape(16, 16, 16), MatrixShape(16, 8, 16))
+    own = [card(0, "wgpu-native"), card(1, "wgpu-native")]
+    theirs = [card(0, "dawn", uuid="an-id", matrices=matrices), card(1, "dawn")]
+
+    def listed(webgpu: str | None = None) -> list[AdapterInfo]:
+        if webgpu != "dawn":
+            return own
+        os.write(2, b"Warning: a driver\n")
+        if not theirs:
+            raise RuntimeError("Dawn does not start")
+        return [adapter for adapter in theirs if adapter.name]
+
+    for module in ("infer.kernels.gpu.adapters", "infer.cli.report"):
+        monkeypatch.setattr(f"{module}.list_adapters", listed)
+    monkeypatch.setattr(infer.cli.report, "installed", lambda: ["wgpu-native", "dawn"])
+    monkeypatch.delenv("INFER_DEVICE", raising=False)
+    text = invoke("devices").stdout
+    before, _, after = text.partition("\n\nWith --webgpu dawn:\n")
+    assert before.startswith("* 0: T4\n")
+    assert "\n  1: T4\n" in before
+    assert after.startswith("  0: T4\n")
+    assert "\n  1: T4\n" in after
+    assert "UUID      an-id" in after
+    assert "matrices  16x16x16, 16x8x16\n" in after
+    assert "accept" not in text
+    assert "--webgpu dawn" not in invoke("devices", "--webgpu", "wgpu-native").stdout
+    got = json.loads(invoke("devices", "--json").stdout)
+    assert [(each["webgpu"], each["index"], each["used"]) for each in got["adapters"]] == [
+        ("wgpu-native", 0, True),
+        ("wgpu-native", 1, False),
+        ("dawn", 0, False),
+        ("dawn", 1, False),
+    ]
+    assert got["adapters"][2]["matrices"][1] == {"m": 16, "n": 8, "k": 16}
+    assert (got["adapters"][2]["uuid"], got["notes"]) == ("an-id", [])
+    theirs[1] = replace(theirs[1], name="")
+    assert "\n\ndawn does not accept T4 (driver 535.1): it wants" in invoke("devices").stdout
+    theirs[0] = theirs[1]
+    got = json.loads(invoke("devices", "--json").stdout)
+    assert len(got["adapters"]) == 2
+    assert got["notes"][0].startswith("dawn does not accept T4 (driver 535.1), T4 (driver 535.1): ")
+    theirs.clear()
+    text = invoke("devices").stdout
+    assert text.startswith("* 0: T4\n")
+    assert "\n\nDawn does not start\n\n* is used" in text
+    assert capfd.readouterr().err == ""
 
 
 def test_check_reports_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

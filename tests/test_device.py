@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import sys
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cffi
@@ -52,8 +54,23 @@ def own() -> Iterator[Device]:
 # Adapters
 
 
-def fake(index: int, name: str, kind: str) -> AdapterInfo:
-    return AdapterInfo(index, name, kind, "Vulkan", "", frozenset(), {})
+def fake(index: int, name: str, kind: str, **more: Any) -> AdapterInfo:
+    return AdapterInfo(index, name, kind, "Vulkan", "", frozenset(), {}, **more)
+
+
+class Handle:
+    """An adapter, as libraries give it."""
+
+    features: tuple[str, ...] = ()
+    limits: dict[str, int] = {}  # noqa: RUF012
+
+    def __init__(self, name: str, kind: str, backend: str) -> None:
+        self.info = {
+            "device": name,
+            "adapter_type": kind,
+            "backend_type": backend,
+            "description": "",
+        }
 
 
 THREE = [
@@ -109,19 +126,26 @@ def test_without_an_adapter_the_message_says_what_to_install(
         Device.open()
 
 
+def test_a_library_that_accepts_no_adapter_says_which_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = replace(THREE[2], driver="Mesa 22.3.6 (LLVM 15)")
+    found = {"dawn": [], "wgpu-native": [old]}
+    monkeypatch.setattr(adapters, "list_adapters", lambda name: found[name])
+    monkeypatch.setattr(adapters, "library", lambda name: SimpleNamespace(name=name))
+    with pytest.raises(DeviceError) as caught:
+        choose_adapter(webgpu="dawn")
+    assert str(caught.value) == (
+        "dawn does not accept llvmpipe (LLVM 15) (driver Mesa 22.3.6 (LLVM 15)): it wants newer "
+        "drivers than wgpu-native. Update the driver. Mesa 25 is known to be new enough, 22.3 is "
+        "not. Or take wgpu-native (--webgpu, or the variable INFER_WEBGPU)."
+    )
+    found["wgpu-native"] = []
+    with pytest.raises(DeviceError, match=r"No GPU adapter was found.*mesa-vulkan-drivers"):
+        choose_adapter(webgpu="dawn")
+
+
 def test_adapters_are_listed_best_first_and_never_opengl(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Handle:
-        features: tuple[str, ...] = ()
-        limits: dict[str, int] = {}  # noqa: RUF012
-
-        def __init__(self, name: str, kind: str, backend: str) -> None:
-            self.info = {
-                "device": name,
-                "adapter_type": kind,
-                "backend_type": backend,
-                "description": "",
-            }
-
     handles = [
         Handle("cpu", "CPU", "Vulkan"),
         Handle("gl", "DiscreteGPU", "OpenGL"),
@@ -223,6 +247,27 @@ def test_memory_of_a_software_adapter_is_the_hosts() -> None:
     info = memory_info(fake(0, "llvmpipe", "software"))
     if info.total is not None and info.free is not None:  # where the platform tells
         assert 0 < info.free <= info.total
+
+
+def test_of_equal_cards_each_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_: Any) -> Any:
+        assert command[:2] == ["nvidia-smi", "--query-gpu=uuid,name,memory.total,memory.free"]
+        rows = [
+            "GPU-11111111-0000-0000-0000-000000000000, NVIDIA T4, 15360 MiB, 15000 MiB",
+            "GPU-22222222-0000-0000-0000-000000000000, NVIDIA T4, 15360 MiB, 1000 MiB",
+        ]
+        return SimpleNamespace(stdout="\n".join(rows))
+
+    monkeypatch.setattr(adapters.subprocess, "run", run)
+
+    def free(name: str, uuid: str | None) -> int | None:
+        found = memory_info(fake(0, name, "discrete", uuid=uuid)).free
+        return None if found is None else found >> 20
+
+    assert free("NVIDIA T4", "22222222-0000-0000-0000-000000000000") == 1000
+    assert free("NVIDIA T4", "11111111-0000-0000-0000-000000000000") == 15000
+    assert free("NVIDIA T4", None) == 15000
+    assert free("NVIDIA L4", None) is None
 
 
 # Limits and features
@@ -518,6 +563,50 @@ def test_a_library_that_is_not_installed_says_how_it_is(monkeypatch: pytest.Monk
     with pytest.raises(DeviceError, match=r"pip install 'infer-wgpu\[dawn\]'"):
         library("dawn")
     native._load.cache_clear()
+
+
+def test_equal_cards_of_dawn_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the list has them in another order when one is opened."""
+    pytest.importorskip("wgpudawn")
+    dawn = importlib.import_module("infer.kernels.gpu.native.dawn")
+
+    class Card(Handle):
+        def __init__(self, number: int) -> None:
+            super().__init__("NVIDIA T4", "DiscreteGPU", "Vulkan")
+            self.number = number
+
+    order, opened = [1, 2], []
+
+    def request(handle: Card, **_: Any) -> Any:
+        opened.append(handle.number)
+        raise RuntimeError("seen enough")
+
+    def properties(handle: Card) -> dict[str, Any]:
+        return {"vulkan_uuids": {"device_uuid": bytes([handle.number] * 16)}}
+
+    monkeypatch.setattr(
+        dawn.gpu, "_enumerate_all_adapters", lambda: map(Card, order), raising=False
+    )
+    monkeypatch.setattr(dawn.extras, "set_instance_extras", lambda **_: None)
+    monkeypatch.setattr(dawn.extras, "get_adapter_properties", properties)
+    monkeypatch.setattr(dawn.extras, "request_device_sync", request)
+    monkeypatch.setattr(dawn.LIBRARY, "_has_instance", True)
+    listed = list_adapters("dawn")
+    assert [adapter.uuid for adapter in listed] == [
+        "01010101-0101-0101-0101-010101010101",
+        "02020202-0202-0202-0202-020202020202",
+    ]
+    order.reverse()
+    for adapter in listed:
+        with pytest.raises(RuntimeError, match="seen enough"):
+            dawn.LIBRARY.open(adapter.handle, (), {}, bounds_checks=False)
+    assert opened == [1, 2]
+    monkeypatch.setattr(dawn.extras, "get_adapter_properties", lambda _: {})  # as of Metal
+    listed = list_adapters("dawn")
+    assert [adapter.uuid for adapter in listed] == [None, None]
+    with pytest.raises(RuntimeError, match="seen enough"):
+        dawn.LIBRARY.open(listed[1].handle, (), {}, bounds_checks=False)
+    assert opened[-1] == listed[1].handle.number
 
 
 def test_dawn_computes_what_wgpu_native_does(

@@ -734,18 +734,20 @@ def devices(
 
     Each with its type, backend and driver, the features that the kernels make use of, its limits
     and, where the platform tells, its memory. A star marks the one that is used: discrete GPUs come
-    first, then integrated ones, then software. OpenGL is never used.
+    first, then integrated ones, then software. OpenGL is never used. Where both WebGPU libraries
+    are installed, what the other one offers comes after; --webgpu asks one alone.
     """
     with exit_codes(verbose):
         from infer.cli.report import Adapters, check_kernels
+        from infer.kernels.gpu.adapters import choose_adapter
 
-        adapters = Adapters.find(device, webgpu)
         if check:
+            used = choose_adapter(device, webgpu)
             with ProgressLine() as progress:
-                checks = check_kernels(adapters.used, progress.show)
+                checks = check_kernels(used, progress.show)
             show(checks, as_json)
             raise typer.Exit(0 if checks.ok else 1)
-        show(adapters, as_json)
+        show(Adapters.find(device, webgpu), as_json)
 
 
 @app.command(

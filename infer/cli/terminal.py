@@ -242,6 +242,23 @@ class MarkdownWriter(TextWriter):
         return part if part == "\n" or not codes else f"\x1b[{';'.join(codes)}m{part}\x1b[0m"
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """In the block, whatever libraries write to standard error is lost. Only for a process in which
+    nothing else runs meanwhile: it has one standard error."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # there is none
+        yield
+        return
+    try:
+        discard(2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 def note(text: str) -> None:
     """A line on standard error, its control characters visible. Where it cannot be written, no
     answer is lost for it: `exit_codes` tells."""
