@@ -18,6 +18,7 @@ def test_check_is_of_every_kernel() -> None:
     assert FIRST.keys() >= {*functions.__all__} - {"profile", "rope_table", "validate"}
 
 
+@pytest.mark.dawn
 @pytest.mark.parametrize(
     "name",
     [
