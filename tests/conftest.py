@@ -22,7 +22,10 @@ import infer
 from infer import LLM
 from infer.engine.engine import Engine
 from infer.hub import DEMO
+from infer.kernels.errors import DeviceError
+from infer.kernels.gpu.adapters import choose_adapter
 from infer.kernels.gpu.device import Device, Settings
+from infer.kernels.gpu.native import DEFAULT, VARIABLE
 from infer.kernels.ops import matmul_matrix
 
 # Mesa's software adapter compiles a third faster without LLVM's passes, from which kernels that run
@@ -51,14 +54,31 @@ OpenDevice = Callable[[Settings], Device]
 OF_A_DEVICE = {"device", "least_device", "own_device", "open_device"}
 
 
+def _refused() -> str | None:
+    """Why the library that INFER_WEBGPU names opens no adapter, unless it is the default."""
+    if os.environ.get(VARIABLE, "").strip().lower() in ("", DEFAULT):
+        return None
+    try:
+        choose_adapter()
+    except DeviceError as error:
+        return str(error)
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of each test of a device every twentieth case is of the default run, which mostly compiles,
-    and the others are of the full run; but of models all that are named there."""
+    and the others are of the full run; but of models all that are named there. Where another
+    library than wgpu-native is to run the kernels and cannot, tests are skipped."""
     cases = Counter[tuple[object, str]]()
+    refused = _refused()
     for item in items:
+        if refused:
+            item.add_marker(pytest.mark.skip(refused))
         marked = any(item.get_closest_marker(mark) for mark in ("full", "exhaustive", "live"))
         of_a_device = not OF_A_DEVICE.isdisjoint(getattr(item, "fixturenames", ()))
+        if of_a_device:
+            item.add_marker(pytest.mark.device)
         if of_a_device and not marked and item.path.name != "test_models.py":
             test = (item.parent, getattr(item, "originalname", item.name))
             if cases[test] % 20:

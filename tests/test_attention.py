@@ -402,6 +402,15 @@ def rope_attention_error(
     return nmse(y, nearest_output(y, attend, (keys, values), (k, v), kv_dtype))
 
 
+def test_packing_may_be_dropped_of_every_second_value() -> None:
+    """As Mesa 25's compiler does, where a kernel unpacks at once what it has packed."""
+    own = np.array([[1.0001, 2.0001, 3.0001, 4.0001]])
+    cached = own.astype(np.float16).astype(np.float64)
+    y = np.where([False, True, False, True], own, cached)
+    nearest = nearest_output(y, lambda k, v: v, (cached, cached), (own, own), "f16")
+    assert (nearest == y).all()
+
+
 @pytest.mark.parametrize("settings", [Settings(), LEAST])
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("head_dim", [8, 48, 128])  # half a block has two heads, or one

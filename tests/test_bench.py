@@ -738,11 +738,17 @@ def test_json_holds_everything() -> None:
     assert BenchReport.from_json(REPORT.to_json()) == REPORT
     before = {name: value for name, value in values.items() if name != "loads"}
     assert BenchReport.from_json(json.dumps(before)) == REPORT
+    assert values["webgpu"] == "wgpu-native"
+    del before["webgpu"]
+    assert BenchReport.from_json(json.dumps(before)) == REPORT
+    before["versions"] = {"infer": "0.1.0", "wgpudawn": "0.32.0.4", "Dawn": "20261009"}
+    assert BenchReport.from_json(json.dumps(before)).webgpu == "dawn"
     assert REPORT.file_name == "2026-01-02-a-gpu-x-tiny-model-bf16.json"
     exact = replace(REPORT, precision="f32", products="f32")
     assert exact.file_name == "2026-01-02-a-gpu-x-tiny-model-bf16-precision-f32.json"
     assert exact.model_and_dtypes == "org/Tiny Model bf16, precision f32"
     assert "; products in f32" in format_report(exact)
+    assert replace(REPORT, webgpu="dawn").file_name.endswith("-bf16-dawn.json")
     with pytest.raises(ValueError, match="schema 1"):
         BenchReport.from_json(json.dumps(values | {"schema": 2}))
 
@@ -829,7 +835,7 @@ def test_profile_says_what_a_step_waited_for() -> None:
 def test_format_report_names_what_and_where() -> None:
     text = format_report(REPORT)
     for part in (
-        "A GPU (x) (discrete, Vulkan), driver 1.2",
+        "A GPU (x) (discrete, Vulkan by wgpu-native), driver 1.2",
         "org/Tiny Model bf16: 1.50 GiB, 1.24 B parameters; context 8192, KV cache f16",
         "2 of each test",
         "2026-01-02T03:04:05+00:00, infer 0.1.0, wgpu 0.32.0 (abc)",

@@ -20,6 +20,7 @@ def test_check_is_of_every_kernel() -> None:
     assert FIRST.keys() >= {kernels.get(name, name) for name in named}
 
 
+@pytest.mark.dawn
 @pytest.mark.parametrize(
     "name",
     [

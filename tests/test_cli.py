@@ -286,6 +286,7 @@ def test_json(llm: LLM) -> None:
         ]
     assert got["model"] == "demo"
     assert got["adapter"]["name"] == llm.device.adapter.name
+    assert got["adapter"]["webgpu"] == llm.device.adapter.webgpu
     assert got["versions"]["numpy"] == np.__version__
     assert 0 < got["memory"]["allocated_bytes"] <= got["memory"]["peak_bytes"]
     assert min(got["prompt_tps"], got["generation_tps"], got["ttft_s"]) > 0
@@ -1068,13 +1069,16 @@ def test_info_opens_nothing_and_needs_nothing(
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INFER_DEVICE", raising=False)
     adapters = infer.list_adapters()
+    monkeypatch.setattr(infer.cli.report, "installed", lambda: ["wgpu-native"])
     got = json.loads(invoke("devices", "--json").stdout)
     assert [entry["name"] for entry in got["adapters"]] == [a.name for a in adapters]
     assert [entry["type"] for entry in got["adapters"]] == [a.kind for a in adapters]
     assert [entry["used"] for entry in got["adapters"]] == [a.index == 0 for a in adapters]
     assert got["adapters"][0]["features"] == sorted(adapters[0].features)
     assert got["adapters"][0]["limits"] == adapters[0].limits
-    assert got["chosen_by"] == "best"
+    assert got["adapters"][0]["matrices"] == [m._asdict() for m in adapters[0].matrices]
+    assert (got["chosen_by"], got["webgpu"]) == ("best", adapters[0].webgpu)
+    assert got["versions"] == infer.cli.report.versions()
     text = invoke("devices").stdout
     assert text.startswith(f"* 0: {adapters[0].name}\n")
     assert text.endswith("* is in use: the best; --device or INFER_DEVICE choose another.\n")
@@ -1089,6 +1093,16 @@ def test_the_library_of_webgpu_is_chosen() -> None:
     assert "WebGPU    wgpu-native" in invoke("devices", "--webgpu", "wgpu-native").stdout
 
 
+def test_run_starts_the_drivers_of_the_library_that_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(webgpu: str | None = None) -> None:
+        raise DeviceError(f"{webgpu} starts")
+
+    monkeypatch.setattr("infer.kernels.gpu.adapters.start_drivers", start)
+    assert "dawn starts" in refused("run", "demo", PROMPT, "--webgpu", "dawn")
+
+
 def test_devices_says_what_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     features = frozenset({"shader-f16"})
     limits = infer.list_adapters()[0].limits
@@ -1098,6 +1112,7 @@ def test_devices_says_what_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     for module in ("infer.kernels.gpu.adapters", "infer.cli.report"):
         monkeypatch.setattr(f"{module}.list_adapters", lambda *_: adapters)
+    monkeypatch.setattr(infer.cli.report, "installed", lambda: ["wgpu-native"])
     monkeypatch.setenv("INFER_DEVICE", "chip")
     text = invoke("devices").stdout
     assert "\n* 1: Chip B\n" in text
@@ -1108,6 +1123,65 @@ def test_devices_says_what_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.startswith("* 0: Card A\n")
     assert text.endswith("* is in use: chosen by --device.\n")
     assert "No adapter matches 'Card C'" in refused("devices", "--device", "Card C", code=2)
+
+
+def test_devices_shows_what_each_library_offers(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Dawn accepts one of two equal cards, in the place of both, then none, and then it does not
+    start. What it writes to standard error itself does not show."""
+    limits = infer.list_adapters()[0].limits
+
+    def card(index: int, webgpu: str, **more: Any) -> AdapterInfo:
+        kind = ("T4", "discrete", "Vulkan", "535.1", frozenset[str](), limits)
+        return AdapterInfo(index, *kind, webgpu=webgpu, **more)
+
+    matrices = (MatrixShape(16, 16, 16), MatrixShape(16, 8, 16))
+    own = [card(0, "wgpu-native"), card(1, "wgpu-native")]
+    theirs = [card(0, "dawn", uuid="an-id", matrices=matrices), card(1, "dawn")]
+
+    def listed(webgpu: str | None = None) -> list[AdapterInfo]:
+        if webgpu != "dawn":
+            return own
+        os.write(2, b"Warning: a driver\n")
+        if not theirs:
+            raise RuntimeError("Dawn does not start")
+        return [adapter for adapter in theirs if adapter.name]
+
+    for module in ("infer.kernels.gpu.adapters", "infer.cli.report"):
+        monkeypatch.setattr(f"{module}.list_adapters", listed)
+    monkeypatch.setattr(infer.cli.report, "installed", lambda: ["wgpu-native", "dawn"])
+    monkeypatch.delenv("INFER_DEVICE", raising=False)
+    text = invoke("devices").stdout
+    before, _, after = text.partition("\n\nWith --webgpu dawn:\n")
+    assert before.startswith("* 0: T4\n")
+    assert "\n  1: T4\n" in before
+    assert after.startswith("  0: T4\n")
+    assert "\n  1: T4\n" in after
+    assert "UUID      an-id" in after
+    assert "matrices  16x16x16, 16x8x16\n" in after
+    assert "accept" not in text
+    assert "--webgpu dawn" not in invoke("devices", "--webgpu", "wgpu-native").stdout
+    got = json.loads(invoke("devices", "--json").stdout)
+    assert [(each["webgpu"], each["index"], each["used"]) for each in got["adapters"]] == [
+        ("wgpu-native", 0, True),
+        ("wgpu-native", 1, False),
+        ("dawn", 0, False),
+        ("dawn", 1, False),
+    ]
+    assert got["adapters"][2]["matrices"][1] == {"m": 16, "n": 8, "k": 16}
+    assert (got["adapters"][2]["uuid"], got["notes"]) == ("an-id", [])
+    theirs[1] = replace(theirs[1], name="")
+    assert "\n\ndawn does not accept T4 (driver 535.1): it wants" in invoke("devices").stdout
+    theirs[0] = theirs[1]
+    got = json.loads(invoke("devices", "--json").stdout)
+    assert len(got["adapters"]) == 2
+    assert got["notes"][0].startswith("dawn does not accept T4 (driver 535.1), T4 (driver 535.1): ")
+    theirs.clear()
+    text = invoke("devices").stdout
+    assert text.startswith("* 0: T4\n")
+    assert "\n\nDawn does not start\n\n* is in use" in text
+    assert capfd.readouterr().err == ""
 
 
 def test_check_reports_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import sys
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cffi
@@ -54,8 +56,23 @@ def own() -> Iterator[Device]:
 # Adapters
 
 
-def fake(index: int, name: str, kind: str) -> AdapterInfo:
-    return AdapterInfo(index, name, kind, "Vulkan", "", frozenset(), {})
+def fake(index: int, name: str, kind: str, **more: Any) -> AdapterInfo:
+    return AdapterInfo(index, name, kind, "Vulkan", "", frozenset(), {}, **more)
+
+
+class Handle:
+    """An adapter, as libraries give it."""
+
+    features: tuple[str, ...] = ()
+    limits: dict[str, int] = {}  # noqa: RUF012
+
+    def __init__(self, name: str, kind: str, backend: str) -> None:
+        self.info = {
+            "device": name,
+            "adapter_type": kind,
+            "backend_type": backend,
+            "description": "",
+        }
 
 
 THREE = [
@@ -119,19 +136,26 @@ def test_without_an_adapter_the_message_says_what_to_install(
         Device.open()
 
 
+def test_a_library_that_accepts_no_adapter_says_which_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = replace(THREE[2], driver="Mesa 22.3.6 (LLVM 15)")
+    found = {"dawn": [], "wgpu-native": [old]}
+    monkeypatch.setattr(adapters, "list_adapters", lambda name: found[name])
+    monkeypatch.setattr(adapters, "library", lambda name: SimpleNamespace(name=name))
+    with pytest.raises(DeviceError) as caught:
+        choose_adapter(webgpu="dawn")
+    assert str(caught.value) == (
+        "dawn does not accept llvmpipe (LLVM 15) (driver Mesa 22.3.6 (LLVM 15)): it wants newer "
+        "drivers than wgpu-native. Update the driver. Mesa 25 is known to be new enough, 22.3 is "
+        "not. Or take wgpu-native (--webgpu, or the variable INFER_WEBGPU)."
+    )
+    found["wgpu-native"] = []
+    with pytest.raises(DeviceError, match=r"No GPU adapter was found.*mesa-vulkan-drivers"):
+        choose_adapter(webgpu="dawn")
+
+
 def test_adapters_are_listed_best_first_and_never_opengl(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Handle:
-        features: tuple[str, ...] = ()
-        limits: dict[str, int] = {}  # noqa: RUF012
-
-        def __init__(self, name: str, kind: str, backend: str) -> None:
-            self.info = {
-                "device": name,
-                "adapter_type": kind,
-                "backend_type": backend,
-                "description": "",
-            }
-
     handles = [
         Handle("cpu", "CPU", "Vulkan"),
         Handle("gl", "DiscreteGPU", "OpenGL"),
@@ -141,7 +165,7 @@ def test_adapters_are_listed_best_first_and_never_opengl(monkeypatch: pytest.Mon
         Handle("small", "IntegratedGPU", "Vulkan"),
     ]
     monkeypatch.setattr(adapters, "_handles", lambda _: handles)
-    listed = list_adapters()
+    listed = list_adapters("wgpu-native")
     assert [adapter.name for adapter in listed] == ["vulkan", "directx", "small", "odd", "cpu"]
     assert [adapter.index for adapter in listed] == list(range(5))
 
@@ -162,7 +186,7 @@ def test_drivers_do_not_complain_of_a_missing_folder(
         monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     else:
         monkeypatch.setenv("XDG_RUNTIME_DIR", value)
-    list_adapters()
+    list_adapters("wgpu-native")  # Dawn warns of adapters, and nobody can ask it not to
     assert capfd.readouterr().err == ""
     assert os.environ.get("XDG_RUNTIME_DIR") == value
 
@@ -211,6 +235,19 @@ def test_drivers_that_fail_to_start_do_so_where_adapters_are_asked_for(
         list_adapters()
 
 
+def test_drivers_are_started_by_the_library_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(adapters, "library", lambda name: name)
+    monkeypatch.setattr(adapters, "_handles", started.append)
+    adapters.start_drivers("dawn")
+    for thread in threading.enumerate():
+        if thread.name == "drivers":
+            thread.join()
+    assert started == ["dawn"]
+
+
 def test_adapters_of_opengl_are_not_even_opened() -> None:
     handles = adapters._handles(library("wgpu-native"))
     assert all(handle.info["backend_type"] != "OpenGL" for handle in handles)
@@ -220,6 +257,27 @@ def test_memory_of_a_software_adapter_is_the_hosts() -> None:
     info = memory_info(fake(0, "llvmpipe", "software"))
     if info.total is not None and info.free is not None:  # where the platform tells
         assert 0 < info.free <= info.total
+
+
+def test_of_equal_cards_each_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_: Any) -> Any:
+        assert command[:2] == ["nvidia-smi", "--query-gpu=uuid,name,memory.total,memory.free"]
+        rows = [
+            "GPU-11111111-0000-0000-0000-000000000000, NVIDIA T4, 15360 MiB, 15000 MiB",
+            "GPU-22222222-0000-0000-0000-000000000000, NVIDIA T4, 15360 MiB, 1000 MiB",
+        ]
+        return SimpleNamespace(stdout="\n".join(rows))
+
+    monkeypatch.setattr(adapters.subprocess, "run", run)
+
+    def free(name: str, uuid: str | None) -> int | None:
+        found = memory_info(fake(0, name, "discrete", uuid=uuid)).free
+        return None if found is None else found >> 20
+
+    assert free("NVIDIA T4", "22222222-0000-0000-0000-000000000000") == 1000
+    assert free("NVIDIA T4", "11111111-0000-0000-0000-000000000000") == 15000
+    assert free("NVIDIA T4", None) == 15000
+    assert free("NVIDIA L4", None) is None
 
 
 # Limits and features
@@ -517,11 +575,56 @@ def test_a_library_that_is_not_installed_says_how_it_is(monkeypatch: pytest.Monk
     native._load.cache_clear()
 
 
+def test_equal_cards_of_dawn_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the list has them in another order when one is opened."""
+    pytest.importorskip("wgpudawn")
+    dawn = importlib.import_module("infer.kernels.gpu.native.dawn")
+
+    class Card(Handle):
+        def __init__(self, number: int) -> None:
+            super().__init__("NVIDIA T4", "DiscreteGPU", "Vulkan")
+            self.number = number
+
+    order, opened = [1, 2], []
+
+    def request(handle: Card, **_: Any) -> Any:
+        opened.append(handle.number)
+        raise RuntimeError("seen enough")
+
+    def properties(handle: Card) -> dict[str, Any]:
+        return {"vulkan_uuids": {"device_uuid": bytes([handle.number] * 16)}}
+
+    monkeypatch.setattr(
+        dawn.gpu, "_enumerate_all_adapters", lambda: map(Card, order), raising=False
+    )
+    monkeypatch.setattr(dawn.extras, "set_instance_extras", lambda **_: None)
+    monkeypatch.setattr(dawn.extras, "get_adapter_properties", properties)
+    monkeypatch.setattr(dawn.extras, "request_device_sync", request)
+    monkeypatch.setattr(dawn.LIBRARY, "_has_instance", True)
+    listed = list_adapters("dawn")
+    assert [adapter.uuid for adapter in listed] == [
+        "01010101-0101-0101-0101-010101010101",
+        "02020202-0202-0202-0202-020202020202",
+    ]
+    order.reverse()
+    for adapter in listed:
+        with pytest.raises(RuntimeError, match="seen enough"):
+            dawn.LIBRARY.open(adapter.handle, (), {}, bounds_checks=False)
+    assert opened == [1, 2]
+    monkeypatch.setattr(dawn.extras, "get_adapter_properties", lambda _: {})  # as of Metal
+    listed = list_adapters("dawn")
+    assert [adapter.uuid for adapter in listed] == [None, None]
+    with pytest.raises(RuntimeError, match="seen enough"):
+        dawn.LIBRARY.open(listed[1].handle, (), {}, bounds_checks=False)
+    assert opened[-1] == listed[1].handle.number
+
+
+@pytest.mark.dawn
 def test_dawn_computes_what_wgpu_native_does(
     monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
     """With a kernel that uses subgroups, an upload through mapped memory, and a step that is read
-    back. Dawn needs a newer driver than wgpu-native: Mesa 23 or later."""
+    back. Dawn needs a newer driver than wgpu-native: Mesa 22.3 is too old, 25 is not."""
     pytest.importorskip("wgpudawn")
     monkeypatch.setenv("INFER_WEBGPU", "dawn")
     if not list_adapters():

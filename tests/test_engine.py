@@ -56,6 +56,7 @@ def assert_same(actual: Answer, expected: Answer) -> None:
 # The same on every path. test_models.py holds the first of them to transformers.
 
 
+@pytest.mark.dawn
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "options",
@@ -130,6 +131,7 @@ def test_warming_up_touches_every_kernel_and_runs_none(
     assert len(grids) > 1
 
 
+@pytest.mark.dawn
 @pytest.mark.parametrize("chunk", [1, 2, 8, 9, 40])
 @pytest.mark.parametrize("case", CASES)
 def test_decode_is_prefill(engine_of: EngineOf, case: str, chunk: int) -> None:
@@ -691,6 +693,7 @@ def test_an_interrupt_while_recording_leaves_nothing_behind(
         assert_same(answer(engine, prompt_ids, 8), expected)
 
 
+@pytest.mark.dawn
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_an_interrupt_while_reading_leaves_nothing_mapped(
@@ -717,6 +720,7 @@ def test_an_interrupt_while_reading_leaves_nothing_mapped(
     assert_same(answer(engine, prompt_ids, 8), expected)
 
 
+@pytest.mark.dawn
 @pytest.mark.parametrize("raw", [True, False])
 def test_a_lost_device_is_an_error(tmp_path: Path, raw: bool) -> None:
     """Before a prompt and, on the public API too, where the next step is submitted."""

@@ -123,7 +123,7 @@ def test_answers_are_those_of_the_model(address: str, llm: LLM) -> None:
     expected = llm.generate(STORY, max_tokens=20, temperature=1.5, seed=3, n=2)
     choices = answer(address, "/v1/completions", **asked)["choices"]
     assert [choice["text"] for choice in choices] == [sample.text for sample in expected]
-    assert answer(address, "/health") == {"status": "ok"}
+    assert answer(address, "/health") == {"status": "ok", "webgpu": "wgpu-native"}
     wait_for(lambda: any(drafts(ask(address, "/metrics"))))  # of the replica that answered
     assert answer(address, "/v1/models")["data"][0]["max_model_len"] == llm.context
 

@@ -48,6 +48,7 @@ from infer.cli.app import app
 from infer.cli.options import parse_bytes
 from infer.hub import ResolvedModel
 from infer.kernels.gpu.adapters import choose_adapter
+from infer.kernels.gpu.native import library
 from infer.llm import Prompt
 from infer.sampling import SamplingParams
 from infer.server.engine import LLMClient
@@ -236,7 +237,8 @@ def test_the_models(address: str) -> None:
     assert ask(address, "/v1/models/other")[0].status == 404
     assert model["gpu"]["name"] == choose_adapter().name
     response, data = ask(address, "/health")
-    assert (response.status, data) == (200, b'{"status":"ok"}')
+    assert (response.status, json.loads(data)) == (200, {"status": "ok", "webgpu": library().name})
+    assert model["gpu"]["webgpu"] == library().name
     version = json.loads(ask(address, "/version")[1])
     assert version["version"] == version["versions"]["infer"] == infer.__version__
 
@@ -965,12 +967,20 @@ def test_the_server_answers_while_it_loads(
         model.go_on.set()
         assert connection.getresponse().status == 200
         connection.close()
-        assert status(address) == (200, {"status": "ok"})
+        assert status(address) == (200, {"status": "ok", "webgpu": "wgpu-native"})
         model.silent = 100.0
         code, health = status(address)
         assert (code, health["status"]) == (503, "stalled")
         model.silent, model.restarts = 0.0, True
         assert status(address)[1]["status"] == "restarting"
+
+
+def test_versions_are_those_of_the_library_that_runs_the_kernels(
+    fakes: list[FakeModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infer.server.app.versions", lambda webgpu: {"ran": webgpu})
+    with serving(Host(fakes, ServerOptions(), webgpu="dawn")) as address:
+        assert json.loads(ask(address, "/version")[1])["versions"] == {"ran": "dawn"}
 
 
 def test_one_of_several_models_is_loaded(fakes: list[FakeModel]) -> None:
@@ -984,7 +994,7 @@ def test_one_of_several_models_is_loaded(fakes: list[FakeModel]) -> None:
         fakes[1].go_on.set()
         assert connection.getresponse().status == 200
         connection.close()
-        assert status(address) == (200, {"status": "ok"})
+        assert status(address) == (200, {"status": "ok", "webgpu": "wgpu-native"})
 
 
 def test_what_ends_the_server(fakes: list[FakeModel], monkeypatch: pytest.MonkeyPatch) -> None:

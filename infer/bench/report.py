@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from infer.kernels.gpu.native import DEFAULT
+
 SCHEMA = 1  # of the JSON; goes up when a field changes its meaning
 
 
@@ -116,7 +118,7 @@ class BenchReport:
     of it to record and submit; dispatches: of the step; gpu_seconds: of the step on the GPU, None
     without timestamps. peak_bytes: of GPU memory. load_seconds: until the model was ready.
     precision: as for `load`. products: what many rows were multiplied in, "f16" with sums in f32,
-    or "f32".
+    or "f32". webgpu: the library that ran the kernels.
     """
 
     model: str
@@ -151,6 +153,7 @@ class BenchReport:
     invariant: bool = False
     precision: str = "auto"
     products: str | None = None  # None in reports from before it was told
+    webgpu: str = DEFAULT
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=2) + "\n"
@@ -169,6 +172,8 @@ class BenchReport:
             for profile in values["profiles"]
         )
         values["ttft_seconds"] = tuple(values["ttft_seconds"])
+        if "Dawn" in values["versions"]:  # older reports do not name the library
+            values.setdefault("webgpu", "dawn")
         values["loads"] = tuple(
             Load(**load | {name: tuple(load[name]) for name in ("ttft_seconds", "itl_seconds")})
             for load in values.get("loads", ())  # reports from before these have none
@@ -189,8 +194,8 @@ class BenchReport:
     @property
     def file_name(self) -> str:
         """<date>-<adapter>-<model>-<dtype>.json, of letters, digits, points and dashes; a KV cache
-        that is not in f16 is named too, a precision that is not auto, an adapter, a draft model,
-        and an invariant engine."""
+        that is not in f16 is named too, a precision that is not auto, an adapter, a draft model, an
+        invariant engine, and another library than wgpu-native."""
         words = f"{self.date[:10]}-{self.adapter}-{Path(self.model).name}-{self.dtype}".lower()
         words += "" if self.kv_dtype == "f16" else f"-kv-{self.kv_dtype}"
         words += "" if self.precision == "auto" else f"-precision-{self.precision}"
@@ -198,6 +203,7 @@ class BenchReport:
         if self.draft is not None:
             words += f"-draft-{Path(self.draft.replace(' ', '-')).name.lower()}"
         words += "-invariant" if self.invariant else ""
+        words += "" if self.webgpu == DEFAULT else f"-{self.webgpu}"
         kept = "".join(c if c.isascii() and (c.isalnum() or c in ".-") else "-" for c in words)
         return "-".join(part for part in kept.split("-") if part) + ".json"
 
@@ -215,7 +221,7 @@ def format_report(report: BenchReport, width: int | None = None) -> str:
     size = _scaled(r.weight_bytes, (2**30, "GiB"), (2**20, "MiB"))
     parameters = _scaled(r.parameters, (10**9, "B"), (10**6, "M"))
     lines = [
-        f"{r.adapter} ({r.adapter_kind}, {r.backend}), driver {r.driver}",
+        f"{r.adapter} ({r.adapter_kind}, {r.backend} by {r.webgpu}), driver {r.driver}",
         f"{r.date}, {versions}{commit}",
         f"{r.model_and_dtypes}: {size}, {parameters} parameters; context {r.context}, "
         f"KV cache {r.kv_dtype}" + (f"; products in {r.products}" if r.products else ""),

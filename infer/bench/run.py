@@ -243,6 +243,7 @@ def run_bench(
             invariant=invariant,
             precision=precision,
             products=engine.products,
+            webgpu=gpu.webgpu,
             dispatches=len(engine.recordings.of("decode", True, GREEDY.chain()).dispatches),
             submit_seconds=submit_seconds,
             gpu_seconds=gpu_seconds,

@@ -438,7 +438,7 @@ def run(
 
         from infer.kernels.gpu.adapters import start_drivers
 
-        start_drivers()  # while all this is imported
+        start_drivers(webgpu)  # while all this is imported
 
         from infer.cli import report
         from infer.loading import load
@@ -820,18 +820,20 @@ def devices(
 
     Shows the type, backend and driver of each, the optional features that kernels use, its limits
     and, where it is known, its memory. A star marks the one in use: discrete GPUs come first, then
-    integrated ones, then software. OpenGL is never used.
+    integrated ones, then software. OpenGL is never used. Where both WebGPU libraries are installed,
+    what the other one offers comes after; --webgpu asks one alone.
     """
     with exit_codes(verbose):
         from infer.cli.report import Adapters, check_kernels
+        from infer.kernels.gpu.adapters import choose_adapter
 
-        adapters = Adapters.find(device, webgpu)
         if check:
+            used = choose_adapter(device, webgpu)
             with ProgressLine() as progress:
-                checks = check_kernels(adapters.used, progress.show)
+                checks = check_kernels(used, progress.show)
             show(checks, as_json)
             raise typer.Exit(0 if checks.ok else 1)
-        show(adapters, as_json)
+        show(Adapters.find(device, webgpu), as_json)
 
 
 @app.command(

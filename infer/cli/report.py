@@ -8,10 +8,18 @@ from dataclasses import asdict, dataclass
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from infer.cli.terminal import table
+from infer.cli.terminal import quiet, table
 from infer.inspection import Inspection
-from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
+from infer.kernels.errors import InferError
+from infer.kernels.gpu.adapters import (
+    AdapterInfo,
+    choose_adapter,
+    list_adapters,
+    memory_info,
+    not_accepted,
+)
 from infer.kernels.gpu.device import Device, Limits
+from infer.kernels.gpu.native import DEFAULT, installed
 from infer.llm import LLM
 from infer.models.loading.checkpoint import listed
 from infer.progress import size
@@ -36,18 +44,47 @@ def _count(things: Sized, noun: str) -> str:
 @dataclass(frozen=True)
 class Adapters:
     """The adapters of this machine, the one that is used, and what chose it: "--device",
-    "INFER_DEVICE" or "best"."""
+    "INFER_DEVICE" or "best".
+
+    adapters: of the library that is used, then of the other WebGPU libraries that are installed.
+    notes: a line for each library that does not offer all of these adapters.
+    """
 
     adapters: list[AdapterInfo]
     used: AdapterInfo
     chosen_by: str
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def find(cls, device: str | None = None, webgpu: str | None = None) -> Adapters:
-        """Raises DeviceError where there is no adapter, or none that `device` names."""
+        """webgpu: the only library that is asked; None asks all. Raises DeviceError where there is
+        no adapter, or none that `device` names."""
         used = choose_adapter(device, webgpu)
         variable = "INFER_DEVICE" if os.environ.get("INFER_DEVICE", "").strip() else "best"
-        return cls(list_adapters(webgpu), used, variable if device is None else "--device")
+        own, listed, notes = list_adapters(webgpu), [], []
+        for name in installed():
+            if webgpu is not None or name == used.webgpu:
+                continue
+            try:
+                with quiet():
+                    found = list_adapters(name)
+            except (InferError, RuntimeError) as error:
+                notes.append(str(error))
+                continue
+            listed += found
+            missing, names = [], [adapter.name for adapter in found]
+            for adapter in own:
+                if adapter.name in names:
+                    names.remove(adapter.name)  # another of this name is another card
+                else:
+                    missing.append(adapter)
+            if missing and name != DEFAULT:
+                notes.append(not_accepted(name, missing))
+        chosen_by = variable if device is None else "--device"
+        return cls([*own, *listed], used, chosen_by, tuple(notes))
+
+    def _is_used(self, adapter: AdapterInfo) -> bool:
+        return (adapter.index, adapter.webgpu) == (self.used.index, self.used.webgpu)
 
     def json(self) -> dict[str, Any]:
         entries = []
@@ -57,14 +94,22 @@ class Adapters:
                 {
                     "index": adapter.index,
                     **adapter_json(adapter),
-                    "used": adapter.index == self.used.index,
+                    "uuid": adapter.uuid,
+                    "used": self._is_used(adapter),
                     "memory_bytes": memory.total,
                     "free_memory_bytes": memory.free,
                     "features": sorted(adapter.features),
+                    "matrices": [shape._asdict() for shape in adapter.matrices],
                     "limits": adapter.limits,
                 }
             )
-        return {"adapters": entries, "chosen_by": self.chosen_by}
+        return {
+            "adapters": entries,
+            "chosen_by": self.chosen_by,
+            "webgpu": self.used.webgpu,
+            "versions": versions(self.used.webgpu),
+            "notes": list(self.notes),
+        }
 
     def text(self) -> str:
         why = {
@@ -72,11 +117,15 @@ class Adapters:
             "INFER_DEVICE": "chosen by INFER_DEVICE",
             "best": "the best; --device or INFER_DEVICE choose another",
         }
-        blocks = []
+        blocks, before = [], self.used.webgpu
         for adapter in self.adapters:
-            mark = "*" if adapter.index == self.used.index else " "
+            if adapter.webgpu != before:
+                blocks += ["", f"With --webgpu {adapter.webgpu}:"]
+                before = adapter.webgpu
+            mark = "*" if self._is_used(adapter) else " "
             blocks.append(f"{mark} {adapter.index}: {adapter.name}\n{_adapter_table(adapter)}")
-        return "\n".join([*blocks, "", f"* is in use: {why[self.chosen_by]}."])
+        notes = [line for note in self.notes for line in ("", note)]
+        return "\n".join([*blocks, *notes, "", f"* is in use: {why[self.chosen_by]}."])
 
 
 def adapter_json(adapter: AdapterInfo) -> dict[str, Any]:
@@ -97,6 +146,7 @@ def _adapter_table(adapter: AdapterInfo) -> str:
             "type": adapter.kind,
             "backend": adapter.backend,
             "driver": adapter.driver,
+            **({} if adapter.uuid is None else {"UUID": adapter.uuid}),
             "WebGPU": adapter.webgpu,
             "features": ", ".join(f"{name} {value}" for name, value in has.items()),
             "matrices": ", ".join(f"{m}x{n}x{k}" for m, n, k in adapter.matrices) or "none",

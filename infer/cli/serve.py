@@ -251,7 +251,7 @@ def serve(
             )
             ready = lambda host: write(_screen(host, address))  # noqa: E731
             with logging_to_stderr(log_level.value):
-                serve_until_signal(Host(sources, options, keep_alive, ready), opened)
+                serve_until_signal(Host(sources, options, keep_alive, ready, webgpu), opened)
         note("stopped")
 
 

@@ -222,6 +222,23 @@ def table(rows: Mapping[str, str], indent: str = "") -> str:
     return "\n".join(visible(line).replace("\n", "\\n") for line in lines)
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """In the block, whatever libraries write to standard error is lost. Only for a process in which
+    nothing else runs meanwhile: it has one standard error."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # there is none
+        yield
+        return
+    try:
+        discard(2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 def note(text: str) -> None:
     """Lines on standard error, their control characters visible. Where they cannot be written, no
     answer is lost for it: `exit_codes` tells."""

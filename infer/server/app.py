@@ -62,7 +62,8 @@ _FREE = "/", _HEALTH, _SCHEMA, _DOCS  # the page asks for a key where it needs o
 
 def create_app(served: Served) -> Starlette:
     """The ASGI application."""
-    told = Version(__version__, versions(), commit())  # now: the files may change while it runs
+    # Now: the files may change while it runs.
+    told = Version(__version__, versions(served.webgpu), commit())
 
     async def health(request: Request) -> Response:
         health = served.health()

@@ -70,13 +70,15 @@ class Host(Served):
     """All models of a server.
 
     keep_alive: seconds after which an unused model is unloaded; None: never. ready: called once it
-    answers. ended: called when it can answer no more; `error` says why.
+    answers. webgpu: the library that `sources` load for. ended: called when it can answer no more;
+    `error` says why.
     """
 
     sources: Sequence[Source]
     options: ServerOptions
     keep_alive: float | None = None
     ready: Callable[[Host], None] = lambda host: None
+    webgpu: str | None = None
     ended: Callable[[], None] = lambda: None
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     metrics: Metrics = field(default_factory=Metrics)
@@ -161,12 +163,14 @@ class Host(Served):
         doing, progress = _DOING.get(what, "opening"), done / total if total else 0.0
         if not self._found.is_set() or never_used:
             return Health("loading", doing, progress)
+        fine = Health("ok")
         for entry in self._entries:
             if entry.service is None or entry.llm is None:
                 continue
             health = entry.service.health()
             if health.status != "ok":
                 return health
+            fine = health
             if entry.llm.restarts:
                 return Health("restarting", f"The engine of {entry.name} is started again.")
             if entry.llm.silent > STALLED:
@@ -176,8 +180,9 @@ class Host(Served):
                 )
         for entry in self._entries:
             if entry.loading is not None and not entry.loading.done():
-                return Health("ok", f"Loading {entry.name}: {doing}", progress)
-        return Health("ok")
+                doing = f"Loading {entry.name}: {doing}"
+                return Health("ok", doing, progress, fine.webgpu)
+        return fine
 
     @property
     def only(self) -> LLM | None:

@@ -507,6 +507,7 @@ class Gpu(Struct):
     type: str
     backend: str
     driver: str
+    webgpu: str
 
 
 class Model(Struct, kw_only=True):
@@ -546,11 +547,12 @@ class Version(Struct):
 
 class Health(Struct, omit_defaults=True):
     """status: "ok", "loading", "restarting", "draining", "stalled" or "failed". progress: of
-    loading, from 0 to 1."""
+    loading, from 0 to 1. webgpu: the library that runs the kernels, where a model is loaded."""
 
     status: str
     message: str = ""
     progress: float | None = None
+    webgpu: str | None = None
 
 
 class Models(Struct):

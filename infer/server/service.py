@@ -41,9 +41,11 @@ class ServerOptions:
 
 
 class Served(ABC):
-    """The models that are served. stopped: set when all answers have to end."""
+    """The models that are served. stopped: set when all answers have to end. webgpu: the library
+    that runs their kernels, as for `load`."""
 
     options: ServerOptions
+    webgpu: str | None
     stopped: asyncio.Event
     metrics: Metrics
     bodies: Bodies
@@ -128,6 +130,7 @@ class Service(Served):
         self.name = self.options.name or self.engine.name
         if self.name in self.engine.adapters:
             raise RequestError(f"Both the model and an adapter are called {shown(self.name)}.")
+        self.webgpu = self.engine.gpu.webgpu
         self.admission = Admission(self.engine.slots * (1 + self.options.queue))
         self.bodies = Bodies(self.options.max_body)
         self.keepalive = self.options.keepalive
@@ -146,7 +149,7 @@ class Service(Served):
             id=self.name,
             created=self.created,
             context=self.engine.context,
-            gpu=Gpu(gpu.name, gpu.kind, gpu.backend, gpu.driver),
+            gpu=Gpu(gpu.name, gpu.kind, gpu.backend, gpu.driver, gpu.webgpu),
         )
         adapters = [replace(own, id=name, parent=self.name) for name in self.engine.adapters]
         return Models([own, *adapters])
@@ -158,7 +161,7 @@ class Service(Served):
         if self.admission.draining:
             return Health("draining", "The server is shutting down.")
         failure = self.engine.failure
-        return Health("ok") if failure is None else Health("failed", failure)
+        return Health("ok", webgpu=self.webgpu) if failure is None else Health("failed", failure)
 
     @asynccontextmanager
     async def using(self, model: str | None) -> AsyncIterator[Service]:

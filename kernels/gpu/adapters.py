@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from infer.kernels.errors import DeviceError, UnknownDeviceError, UnsupportedError
-from infer.kernels.gpu.native import DEFAULT, Library, library
+from infer.kernels.gpu.native import DEFAULT, VARIABLE, Library, library
 from infer.kernels.gpu.native.library import MatrixShape
 
 # OpenGL is never a choice: it lacks storage bindings, f16 and subgroups, and lists adapters twice.
@@ -39,7 +39,8 @@ class AdapterInfo:
 
     index is its place in `list_adapters()`; kind is "discrete", "integrated", "other" or
     "software"; features and limits are named as in WebGPU. webgpu is the name of the library that
-    opens it, matrices what that multiplies at once by subgroups.
+    opens it, matrices what that multiplies at once by subgroups. uuid tells equal cards apart: it
+    is the driver's, None where the library does not know it.
     """
 
     index: int
@@ -51,6 +52,7 @@ class AdapterInfo:
     limits: dict[str, int]
     webgpu: str = DEFAULT
     matrices: tuple[MatrixShape, ...] = ()
+    uuid: str | None = None
     handle: Any = field(repr=False, compare=False, default=None)
 
     @property
@@ -94,20 +96,25 @@ def list_adapters(webgpu: str | None = None) -> list[AdapterInfo]:
             limits=dict(handle.limits),
             webgpu=native.name,
             matrices=native.matrices(handle),
+            uuid=native.uuid(handle),
             handle=handle,
         )
         for index, (_, _, handle, kind) in enumerate(found)
     ]
 
 
-def start_drivers() -> None:
+def start_drivers(webgpu: str | None = None) -> None:
     """Let the GPUs' drivers start in a thread, while something else is done: the first
-    `list_adapters()` of a process waits for them. What they fail with, the next one raises."""
-    webgpu = library()  # not in the thread, where importing it would compete for Python's lock
+    `list_adapters()` of a process waits for them. What they fail with, the next one raises.
+
+    webgpu: the library that starts them, as for `list_adapters`. Raises DeviceError where there is
+    no such library.
+    """
+    native = library(webgpu)  # not in the thread: importing it would compete for Python's lock
 
     def start() -> None:
         with suppress(Exception):
-            _handles(webgpu)
+            _handles(native)
 
     threading.Thread(target=start, name="drivers").start()
 
@@ -200,10 +207,13 @@ def _choose(selector: str | int | None, webgpu: str | None) -> AdapterInfo:
     adapters = list_adapters(webgpu)
     if not adapters:
         name = library(webgpu).name
-        found = "No GPU adapter was found."
-        if name != DEFAULT:
-            found = f"{name} accepts no GPU adapter here; it wants newer drivers than {DEFAULT}."
-        raise DeviceError(f"{found} {INSTALL_HINT}")
+        others = [] if name == DEFAULT else list_adapters(DEFAULT)
+        if others:
+            raise DeviceError(
+                f"{not_accepted(name, others)} Or take {DEFAULT} (--webgpu, or the variable "
+                f"{VARIABLE})."
+            )
+        raise DeviceError(f"No GPU adapter was found. {INSTALL_HINT}")
     if selector is None:
         selector = os.environ.get("INFER_DEVICE", "").strip() or 0
     text = str(selector).strip()
@@ -218,12 +228,22 @@ def _choose(selector: str | int | None, webgpu: str | None) -> AdapterInfo:
     return matches[0]
 
 
+def not_accepted(webgpu: str, adapters: Iterable[AdapterInfo]) -> str:
+    """What to say of adapters that another library offers, and the library `webgpu` does not."""
+    names = ", ".join(f"{adapter.name} (driver {adapter.driver})" for adapter in adapters)
+    known = " Mesa 25 is known to be new enough, 22.3 is not." if "Mesa" in names else ""
+    return (
+        f"{webgpu} does not accept {names}: it wants newer drivers than {DEFAULT}. Update the "
+        f"driver.{known}"
+    )
+
+
 def memory_info(adapter: AdapterInfo) -> MemoryInfo:
     """The memory of an adapter, where the platform tells; WebGPU itself does not."""
     if adapter.kind in ("software", "integrated"):
         return _host_memory()
     if "nvidia" in adapter.name.lower() or "geforce" in adapter.name.lower():
-        return _nvidia_memory(adapter.name)
+        return _nvidia_memory(adapter)
     return _drm_memory()
 
 
@@ -236,17 +256,22 @@ def _host_memory() -> MemoryInfo:
     return MemoryInfo(kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024)
 
 
-def _nvidia_memory(name: str) -> MemoryInfo:
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader"]
+def _nvidia_memory(adapter: AdapterInfo) -> MemoryInfo:
+    query = "--query-gpu=uuid,name,memory.total,memory.free"
+    command = ["nvidia-smi", query, "--format=csv,noheader"]
     try:
-        rows = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return MemoryInfo(None, None)
-    for row in rows.splitlines():
+    cards: list[tuple[bool, MemoryInfo]] = []
+    for row in ran.stdout.splitlines():
         card, total, free = (part.strip() for part in row.rsplit(",", 2))
-        if card == name:
-            return MemoryInfo(*(int(size.split()[0]) << 20 for size in (total, free)))
-    return MemoryInfo(None, None)
+        uuid, _, name = card.partition(", ")
+        if name == adapter.name:
+            sizes = (int(size.split()[0]) << 20 for size in (total, free))
+            cards.append((uuid == f"GPU-{adapter.uuid}", MemoryInfo(*sizes)))
+    # Of equal cards, the one with this UUID, or the first.
+    return max(cards, key=lambda card: card[0], default=(False, MemoryInfo(None, None)))[1]
 
 
 def _drm_memory() -> MemoryInfo:

@@ -8,17 +8,23 @@ from __future__ import annotations
 import os
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 
 from infer.kernels.errors import DeviceError, UnknownDeviceError
 from infer.kernels.gpu.native.library import Library, NativeDevice
 
-__all__ = ["DEFAULT", "VARIABLE", "Library", "NativeDevice", "library"]
+__all__ = ["DEFAULT", "VARIABLE", "Library", "NativeDevice", "installed", "library"]
 
 VARIABLE = "INFER_WEBGPU"
 DEFAULT = "wgpu-native"
 
-# A library's name -> the module whose LIBRARY it is.
-_MODULES = {"wgpu-native": "wgpu_native", "dawn": "dawn"}
+# A library's name -> the module whose LIBRARY it is, and the package that it comes with.
+_MODULES = {"wgpu-native": ("wgpu_native", "wgpu"), "dawn": ("dawn", "wgpudawn")}
+
+
+def installed() -> list[str]:
+    """The names of the libraries whose packages are installed, wgpu-native first."""
+    return [name for name, (_, package) in _MODULES.items() if find_spec(package) is not None]
 
 
 def library(name: str | None = None) -> Library:
@@ -39,7 +45,7 @@ def _load(name: str) -> Library:
             f"variable {VARIABLE})."
         )
     try:
-        found: Library = import_module(f"{__name__}.{_MODULES[name]}").LIBRARY
+        found: Library = import_module(f"{__name__}.{_MODULES[name][0]}").LIBRARY
     except ImportError as error:
         raise DeviceError(
             f"The WebGPU library {name} cannot be loaded ({error}). Install it: pip install "

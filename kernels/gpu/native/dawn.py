@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
+from uuid import UUID
 
 import wgpudawn
 from wgpudawn.backends.dawn import _api, _helpers, extras, gpu, lib_version_info
@@ -104,6 +105,17 @@ class Dawn(Library):
             if (each["component_type"], each["result_component_type"]) == ("f16", "f32")
         )
 
+    def uuid(self, adapter: Any) -> str | None:
+        known = extras.get_adapter_properties(adapter).get("vulkan_uuids")
+        return str(UUID(bytes=known["device_uuid"])) if known else None
+
+    def _again(self, adapter: Any) -> Any:
+        """A new handle of an adapter, of which each makes one device and no more. Equal cards are
+        told apart by their UUIDs, or else by their places in the list."""
+        found, wanted = self.adapters(), self.uuid(adapter)
+        same = [each for each in found if wanted is not None and self.uuid(each) == wanted]
+        return same[0] if len(same) == 1 else found[self._places[adapter]]
+
     def open(
         self,
         adapter: Any,
@@ -112,9 +124,8 @@ class Dawn(Library):
         *,
         bounds_checks: bool,
     ) -> NativeDevice:
-        # An adapter makes one device and no more, so a new handle of it is opened.
         handle = extras.request_device_sync(
-            self.adapters()[self._places[adapter]],
+            self._again(adapter),
             required_features=[*(_OWN_NAMES.get(each, each) for each in features), _THREADS],
             required_limits=dict(limits),
             enable_toggles=() if bounds_checks else _FAST,

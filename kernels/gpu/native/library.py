@@ -81,6 +81,11 @@ class Library(ABC):
         """The matrices that an adapter multiplies, where the library offers them."""
         return ()
 
+    def uuid(self, adapter: Any) -> str | None:
+        """Which of several equal cards an adapter is, as other programs call it, where the library
+        tells."""
+        return None
+
     @abstractmethod
     def open(
         self,
