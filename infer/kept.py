@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
 from infer.kernels.errors import RequestError
-from infer.keywords import LOAD_NAMES, LoadOptions, Options, check_names
+from infer.keywords import LOAD_NAMES, LoadOptions, Options, check_names, show_options
 from infer.llm import LLM, Prompt, Prompts, Stream, by_prompt, check_options, samples, together
 from infer.loading import load
 from infer.results import Result, Results
@@ -67,6 +67,9 @@ def stream(model: str | Path | LLM, prompt: Prompt, **options: Unpack[Options]) 
         return stream
     finally:
         del kept
+
+
+show_options(Options, generate, stream)
 
 
 def _split(model: str | Path | LLM, options: Options) -> tuple[dict[str, Any], dict[str, Any]]:

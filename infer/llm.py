@@ -32,7 +32,7 @@ from infer.kernels.errors import (
 from infer.kernels.gpu.adapters import AdapterInfo, check_process, is_forked
 from infer.kernels.gpu.device import Device
 from infer.kernels.state.step import MAX_LOGPROBS
-from infer.keywords import LOAD_NAMES, AnswerOptions, check_names
+from infer.keywords import LOAD_NAMES, AnswerOptions, check_names, show_options
 from infer.reading import Reading
 from infer.results import Chunk, Result, Results, Score, TokenLogprob, TopLogprob
 from infer.sampling import LogitsProcessor, Logprobs, SamplingOptions, SamplingParams, logprobs
@@ -798,6 +798,9 @@ class LLM:
         check_process()
         if self._closing:
             raise ClosedError("This LLM has been closed. Load the model again.")
+
+
+show_options(AnswerOptions, LLM.generate, LLM.chat, LLM.stream, LLM.agenerate, LLM.astream)
 
 
 def are_several(prompt: Any) -> bool:
