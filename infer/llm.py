@@ -94,7 +94,7 @@ class Stream(Iterator[Chunk]):
         self._chunks = llm._chunks(self._answer, params, ids, self.result, reading)
         llm._open_streams[id(self)] = weakref.ref(self)
         self._turn = threading.Lock()  # of the thread that runs or closes `_chunks`
-        self._reader: int | None = None  # the thread that asked for a piece last
+        self._reader: int | None = None  # the thread that began it or asked for a piece last
         self._closed = False
         self._is_elsewhere = False  # whether it is another thread that reads it for its reader
         self._error: ClosedError | None = None  # what closed it, if the reader does not know
@@ -110,6 +110,10 @@ class Stream(Iterator[Chunk]):
                     self._reader = thread
                     if not self._closed:  # while this waited
                         return next(self._chunks)
+            except StopIteration:
+                self._closed = True
+                if self.result.finish_reason != "cancelled":  # it was whole before it was closed
+                    self._error = None
             except BaseException:
                 self._closed = True
                 raise
@@ -125,6 +129,7 @@ class Stream(Iterator[Chunk]):
     def _begin(self) -> None:
         """Begin it: from here on it is generated whenever another answer is."""
         self._llm._check_open()
+        self._reader = threading.get_ident()
         self._answer()
 
     def _is_ready(self) -> bool:
@@ -768,8 +773,9 @@ class LLM:
 
     def close(self) -> None:
         """Free the GPU memory. Open streams end; in another thread with a ClosedError at the next
-        token. Safe at any time, in any thread, and twice. If a signal handler or a logits processor
-        calls it in the middle of a call, the memory is freed when that call returns."""
+        token, and so does `generate`. Safe at any time, in any thread, and twice. If a signal
+        handler or a logits processor calls it in the middle of a call, the memory is freed when
+        that call returns."""
         self._closing = True
         if is_forked():
             return

@@ -1,0 +1,117 @@
+"""What a user holds: LLMs, streams, results and what they say of themselves, on the model that is
+included."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import infer
+from infer import LLM
+from infer.hub import DEMO
+
+pytestmark = pytest.mark.demo
+
+STORY = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with infer.load(DEMO) as llm:
+        yield llm
+
+
+# Ends
+
+
+@pytest.mark.usefixtures("same_kernels")
+def test_generate_raises_where_another_thread_closes_the_model() -> None:
+    """In the middle of a prompt, whose first part is computed: nothing must be taken for an answer
+    that is none."""
+    llm = infer.load(DEMO)
+    closer, real = threading.Thread(target=llm.close), llm.engine.submissions.read
+
+    def closing(*args: Any) -> Any:
+        if closer.ident is None:
+            closer.start()
+            while not all(answer.cancelled for answer in llm.engine._answers.values()):
+                threading.Event().wait(0.001)
+        return real(*args)
+
+    llm.engine.submissions.read = closing  # type: ignore[method-assign]
+    with pytest.raises(infer.ClosedError, match="was closed in the middle of this"):
+        llm.generate([5] * 700, max_tokens=40)
+    closer.join(timeout=600)
+    assert not closer.is_alive()
+
+
+@pytest.mark.usefixtures("same_kernels")
+@pytest.mark.parametrize("isolate", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_generate_raises_for_answers_that_were_closed_before_they_were_read(isolate: bool) -> None:
+    llm = infer.load(DEMO, context=256, isolate=isolate)
+    streams, real = [], infer.Stream._finish
+
+    def finish(self: infer.Stream) -> infer.Result:
+        streams.append(self)
+        if len(streams) == 2:
+            closer = threading.Thread(target=llm.close)
+            closer.start()
+            closer.join(timeout=600)
+        return real(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(infer.Stream, "_finish", finish)
+        with pytest.raises(infer.ClosedError, match="was closed in the middle of this"):
+            llm.generate([STORY, "One day"], max_tokens=5)
+    assert len(streams) == 2
+
+
+@pytest.mark.usefixtures("same_kernels")
+def test_a_stream_that_has_ended_stays_whole_when_the_model_is_closed() -> None:
+    llm = infer.load(DEMO, context=256)
+    stream = llm.stream(STORY, max_tokens=3)
+    list(stream)
+    closer = threading.Thread(target=llm.close)
+    closer.start()
+    closer.join(timeout=600)
+    assert list(stream) == []
+    assert stream.result.finish_reason == "length"
+
+
+def close(stream: infer.Stream) -> None:
+    stream.close()
+
+
+def drop(stream: infer.Stream) -> None:
+    stream.__del__()  # what the end of the last reference calls
+
+
+@pytest.mark.parametrize("end", [close, drop])
+def test_statistics_leave_out_answers_that_nobody_waits_for(
+    llm: LLM, end: Callable[[infer.Stream], None]
+) -> None:
+    begun, new, kept = (llm.stream(STORY, max_tokens=30) for _ in range(3))
+    next(begun)
+    new._begin()
+    assert (llm.stats().running, llm.stats().waiting) == (1, 1)
+    end(begun)
+    end(new)
+    assert (llm.stats().running, llm.stats().waiting) == (0, 0)
+    next(kept)
+    assert (llm.stats().running, llm.stats().waiting) == (1, 0)
+    kept.close()
+
+
+def test_statistics_leave_out_cancelled_tasks(llm: LLM) -> None:
+    async def main() -> tuple[int, int]:
+        stream = llm.astream(STORY, max_tokens=200)
+        await anext(stream)
+        stream.close()
+        stats = llm.stats()
+        return stats.running, stats.waiting
+
+    assert asyncio.run(main()) == (0, 0)
