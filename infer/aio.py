@@ -26,6 +26,9 @@ class Source(Protocol[_PieceT_co, _ResultT_co]):
     @property
     def result(self) -> _ResultT_co: ...
 
+    @property
+    def so_far(self) -> _ResultT_co: ...
+
     def begin_elsewhere(self) -> TokenAnswer:
         """From here on it is generated whenever any other is, and read by another thread."""
 
@@ -132,8 +135,8 @@ def _put(parts: Sequence[tuple[_Feed[object], Sequence[object]]]) -> None:
 class AsyncStream(AsyncIterator[PieceT], Generic[PieceT, ResultT]):
     """A `Stream` for `async for`. It begins when it is first asked for a piece, and then comes as
     fast as it can. Iterate it to its end, close it (`aclose`, `async with`), drop it, or cancel the
-    task that waits for it: each frees its place for the next. `result` holds what has been
-    generated so far, which may be more than what was taken, and in the end everything."""
+    task that waits for it: each frees its place for the next. `result` is then all of it, and
+    `so_far` what has been generated so far, which may be more than what was taken."""
 
     def __init__(self, runner: Runner, stream: Source[PieceT, ResultT], whole: bool) -> None:
         self._runner, self._stream, self._whole = runner, stream, whole
@@ -142,7 +145,13 @@ class AsyncStream(AsyncIterator[PieceT], Generic[PieceT, ResultT]):
 
     @property
     def result(self) -> ResultT:
+        """As `Stream.result`."""
         return self._stream.result
+
+    @property
+    def so_far(self) -> ResultT:
+        """As `Stream.so_far`."""
+        return self._stream.so_far
 
     def begin(self) -> asyncio.Queue[PieceT | _End]:
         """Where its pieces come."""

@@ -78,8 +78,11 @@ class _Lazy:
 
 class Stream(Iterator[Chunk]):
     """Text as it is generated. Iterate it to its end, close it, or drop it: each frees its place
-    for the next answer. `result` holds what has been generated so far, and in the end everything.
-    Threads may share a stream: each piece goes to one of them."""
+    for the next answer. `result` is then all of it. Threads may share a stream: each piece goes to
+    one of them.
+
+    so_far: what has been generated so far. Its finish_reason is "cancelled" until the end.
+    """
 
     def __init__(
         self,
@@ -90,8 +93,8 @@ class Stream(Iterator[Chunk]):
         reading: Reading | None,
     ) -> None:
         self._llm, self._answer = llm, _Lazy(begin)
-        self.result = Result(prompt_tokens=len(ids))
-        self._chunks = llm._chunks(self._answer, params, ids, self.result, reading)
+        self.so_far = Result(prompt_tokens=len(ids))
+        self._chunks = llm._chunks(self._answer, params, ids, self.so_far, reading)
         llm._open_streams[id(self)] = weakref.ref(self)
         self._turn = threading.Lock()  # of the thread that runs or closes `_chunks`
         self._reader: int | None = None  # the thread that began it or asked for a piece last
@@ -112,7 +115,7 @@ class Stream(Iterator[Chunk]):
                         return next(self._chunks)
             except StopIteration:
                 self._closed = True
-                if self.result.finish_reason != "cancelled":  # it was whole before it was closed
+                if self.so_far.finish_reason != "cancelled":  # it was whole before it was closed
                     self._error = None
             except BaseException:
                 self._closed = True
@@ -125,6 +128,16 @@ class Stream(Iterator[Chunk]):
                     llm.close()
         error, self._error = self._error, None
         raise error or StopIteration
+
+    @property
+    def result(self) -> Result:
+        """What was generated. Raises InferError before the stream has ended or was closed."""
+        if not self._closed:
+            raise InferError(
+                "This stream has not ended, so it has no result yet. Iterate it to its end, or "
+                "close it; until then so_far is what has been generated."
+            )
+        return self.so_far
 
     def _begin(self) -> None:
         """Begin it: from here on it is generated whenever another answer is."""

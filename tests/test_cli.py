@@ -417,9 +417,9 @@ def test_ctrl_c_keeps_what_was_generated(environment: dict[str, str], tmp_path: 
         infer.load(folder, context=LONG, max_batch=1) as llm,
         llm.stream(chat(PROMPT), logit_bias={2: -100, 3: -100}) as stream,
     ):
-        while len(stream.result.text) < len(text) - 1:
+        while len(stream.so_far.text) < len(text) - 1:
             next(stream)
-        assert stream.result.text == text[:-1]
+        assert stream.so_far.text == text[:-1]
     assert "finish reason cancelled" in errors
     assert "Traceback" not in errors
 

@@ -115,3 +115,36 @@ def test_statistics_leave_out_cancelled_tasks(llm: LLM) -> None:
         return stats.running, stats.waiting
 
     assert asyncio.run(main()) == (0, 0)
+
+
+# Results
+
+
+def test_a_stream_has_its_result_when_it_has_ended(llm: LLM) -> None:
+    stream = llm.stream(STORY, max_tokens=3)
+    for _ in range(3):
+        with pytest.raises(infer.InferError, match="This stream has not ended, so it has no resul"):
+            _ = stream.result
+        next(stream)
+    assert len(stream.so_far.token_ids) == 3
+    list(stream)
+    assert stream.result is stream.so_far
+    assert stream.result.finish_reason == "length"
+
+
+def test_a_closed_stream_has_what_there_is(llm: LLM) -> None:
+    with llm.stream(STORY, max_tokens=3) as stream:
+        first = next(stream)
+    assert (stream.result.text, stream.result.finish_reason) == (first.text, "cancelled")
+
+
+def test_a_stream_of_an_event_loop_has_its_result_when_it_has_ended(llm: LLM) -> None:
+    async def main() -> None:
+        async with llm.astream(STORY, max_tokens=3) as stream:
+            with pytest.raises(infer.InferError, match="This stream has not ended"):
+                _ = stream.result
+            async for _ in stream:
+                assert stream.so_far.token_ids
+        assert len(stream.result.token_ids) == 3
+
+    asyncio.run(main())
