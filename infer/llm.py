@@ -93,7 +93,7 @@ class Stream(Iterator[Chunk]):
         reading: Reading | None,
     ) -> None:
         self._llm, self._answer = llm, _Lazy(begin)
-        self.so_far = Result(prompt_tokens=len(ids))
+        self.so_far = Result(prompt_tokens=len(ids), seed=params.seed)
         self._chunks = llm._chunks(self._answer, params, ids, self.so_far, reading)
         llm._open_streams[id(self)] = weakref.ref(self)
         self._turn = threading.Lock()  # of the thread that runs or closes `_chunks`

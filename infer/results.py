@@ -49,24 +49,27 @@ class Chunk:
 
 @dataclass
 class Result:
-    """A whole generation, which prints as its text.
+    """A whole generation, which prints as its text. Two are equal if they say the same, whatever
+    their timings, seeds and the ids of their calls.
 
     token_ids: without the id that ended it. finish_reason: "stop" (an end-of-turn id or a stop
     string), "tool_calls" (the same, of an answer with calls), "length" (max_tokens, or the context
     is full) or "cancelled" (closed before its end). reasoning, tool_calls: the parts of an answer
     to a chat that are not its text; a call that a limit cut is not there. reasoning_tokens: how
-    many of token_ids are reasoning. stop_string: the one that ended it."""
+    many of token_ids are reasoning. stop_string: the one that ended it. seed: of the sampler, which
+    with the same options samples the same again; one was chosen if none was given."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = "cancelled"
     logprobs: list[TokenLogprob] | None = None
     prompt_tokens: int = 0
-    timings: Timings = field(default_factory=Timings)
+    timings: Timings = field(default_factory=Timings, compare=False)
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     reasoning_tokens: int = 0
     stop_string: str | None = None
+    seed: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return self.text

@@ -148,3 +148,20 @@ def test_a_stream_of_an_event_loop_has_its_result_when_it_has_ended(llm: LLM) ->
         assert len(stream.result.token_ids) == 3
 
     asyncio.run(main())
+
+
+def test_results_are_equal_by_what_was_said(llm: LLM) -> None:
+    first, second = (llm.generate(STORY, max_tokens=6) for _ in range(2))
+    assert first == second
+    assert (first.timings, first.seed) != (second.timings, second.seed)
+    assert first != llm.generate(STORY, max_tokens=5)
+    calls = [infer.ToolCall(id, "weather", "{}") for id in "ab"]
+    assert calls[0] == calls[1] != infer.ToolCall("a", "weather", '{"a": 1}')
+
+
+def test_a_result_has_the_seed_that_samples_it_again(llm: LLM) -> None:
+    first = llm.generate(STORY, max_tokens=12, temperature=1.5)
+    assert isinstance(first.seed, int)
+    assert llm.generate(STORY, max_tokens=12, temperature=1.5, seed=first.seed) == first
+    seeds = [result.seed for result in llm.generate(STORY, max_tokens=1, n=3, seed=4)]
+    assert seeds == [4, 5, 6]

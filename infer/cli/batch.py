@@ -255,8 +255,7 @@ def answer_all(
     left = [request for request in requests if request.id not in answers.done]
     progress = Progress(len(left))
     most = 2 * llm.engine.options.max_batch
-    # By place in `left`, and in its order. With a stream, the seed that it has.
-    opened: dict[int, tuple[Stream, int | None]] = {}
+    opened: dict[int, Stream] = {}  # by place in `left`, and in its order
     ready: dict[int, dict[str, Any]] = {}
     begun = written = 0
 
@@ -283,12 +282,12 @@ def answer_all(
                     params = request.params.resolved(llm.defaults)
                     stream = llm.stream(prompt, params=params, template_args=template_args)
                     stream._begin()
-                    opened[place] = stream, params.seed
+                    opened[place] = stream
                 except _FAILURES as error:
                     put(place, {"error": str(error)})
             # The first takes a step of the model if it has to, which all get their tokens from.
             waits = True
-            for place, (stream, seed) in list(opened.items()):
+            for place, stream in list(opened.items()):
                 try:
                     while waits or stream._is_ready():
                         waits = False
@@ -296,7 +295,7 @@ def answer_all(
                     continue
                 except StopIteration:
                     progress.prompt_tokens += stream.result.prompt_tokens
-                    put(place, answer_json(stream.result) | {"seed": seed})
+                    put(place, answer_json(stream.result) | {"seed": stream.result.seed})
                 except _FAILURES as error:
                     put(place, {"error": str(error)})
                 del opened[place]
@@ -306,7 +305,7 @@ def answer_all(
     finally:
         for place in sorted(ready):
             write_next(place)
-        for stream, _ in opened.values():
+        for stream in opened.values():
             stream.close()
     answers.sort()
     return progress

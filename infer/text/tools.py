@@ -7,7 +7,7 @@ import json
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
 from infer.foreign import reason, shown
@@ -36,9 +36,9 @@ class ToolCallDelta:
 @dataclass
 class ToolCall:
     """arguments: JSON, as the model wrote it: an object, unless it made a mistake or a stop string
-    ended it."""
+    ended it. id: a random one. Calls that differ in it alone are equal."""
 
-    id: str
+    id: str = field(compare=False)
     name: str
     arguments: str = ""
 
