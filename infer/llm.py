@@ -91,9 +91,10 @@ class Stream(Iterator[Chunk]):
         params: SamplingParams,
         ids: list[int],
         reading: Reading | None,
+        schema: Mapping[str, Any] | None,
     ) -> None:
         self._llm, self._answer = llm, _Lazy(begin)
-        self.so_far = Result(prompt_tokens=len(ids), seed=params.seed)
+        self.so_far = Result(prompt_tokens=len(ids), seed=params.seed, schema=schema)
         self._chunks = llm._chunks(self._answer, params, ids, self.so_far, reading)
         llm._open_streams[id(self)] = weakref.ref(self)
         self._turn = threading.Lock()  # of the thread that runs or closes `_chunks`
@@ -406,6 +407,7 @@ class LLM:
             reading = Reading.of(self.tokenizer, checked, ids, template_args.get("template"))
         params = params.resolved(self.defaults, len(ids))
         params.check_bias(self._engine.vocab_size)
+        schema = cast(Mapping[str, Any] | None, params.schema)
         params, constraint = self._held(params, reading)
         begin = partial(
             self._engine.generate,
@@ -417,7 +419,7 @@ class LLM:
             adapter=adapter,
             cache_salt=cache_salt,
         )
-        return Stream(self, begin, params, ids, reading)
+        return Stream(self, begin, params, ids, reading, schema)
 
     def _held(
         self, params: SamplingParams, reading: Reading | None

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.foreign import foreign, shown
+from infer.foreign import shown
 from infer.generation_config import RENAMED
 from infer.kernels.errors import CheckpointError, RequestError
 from infer.kernels.state.step import MAX_LOGPROBS, MAX_STOP_IDS, SAMPLING
+from infer.typed import TypedSchema, is_type
 
 if TYPE_CHECKING:
     from infer.kernels.state.sampler import SamplerChain
@@ -83,8 +84,9 @@ class SamplingParams:
 
     What the whole text of an answer must be, of which one may be given :
 
-    schema              JSON that is valid under this schema: a dictionary; or a pydantic model,
-                        the class, whose objects then have no properties but their own
+    schema              JSON that is valid under this schema: a dictionary; or a pydantic model, a
+                        dataclass or a TypedDict, the class, or what is made of these, such as
+                        list[int]. Objects then have no properties but their own
     regex               what this regular expression matches
     grammar             what this grammar derives, in llguidance's dialect of Lark
 
@@ -320,36 +322,25 @@ def _checked_bias(bias: object) -> dict[int, float] | None:
 
 
 def _checked_schema(schema: object) -> dict[str, Any] | None:
-    """A copy of its own, of what JSON can say; of a pydantic model, its schema."""
+    """A copy of its own, of what JSON can say; of a type, its schema."""
     if schema is None:
         return None
-    if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
-        with foreign(f"schema {schema.__name__} gives no JSON schema", RequestError):
-            schema = _closed(schema.model_json_schema())
+    if is_type(schema):
+        schema = TypedSchema(schema)
     if not isinstance(schema, Mapping):
         raise RequestError(
-            "schema must be a JSON schema as a dictionary, or a pydantic model (the class), "
-            f"not {shown(schema)}."
+            "schema must be a JSON schema as a dictionary, or a type such as a pydantic model or a "
+            f"dataclass (the class), not {shown(schema)}."
         )
     try:
         text = json.dumps(dict(schema), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"schema must be what JSON can say: {error}.") from None
     _check_length("schema", text)
+    if isinstance(schema, TypedSchema):
+        return schema
     checked: dict[str, Any] = json.loads(text)
     return checked
-
-
-def _closed(schema: Any) -> Any:
-    """A pydantic model ignores properties that it does not know: there need not be any."""
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {name: _closed(each) for name, each in schema.items()}
-    if schema.get("type") == "object" and "properties" in schema:
-        closed.setdefault("additionalProperties", False)
-    return closed
 
 
 def _check_constraints(given: Mapping[str, object]) -> None:

@@ -18,7 +18,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = {"numpy", "wgpu", "tokenizers", "huggingface_hub", "jinja2", "safetensors", "cffi"}
 # What the extras `structured` and `chat` install, and the one module that has it.
-EXTRA = {"llguidance": "infer.engine.constraint", "prompt_toolkit": "infer.cli.lines"}
+EXTRA = {
+    "llguidance": "infer.engine.constraint",
+    "prompt_toolkit": "infer.cli.lines",
+    "pydantic": "infer.typed",  # of users who give types as schemas
+}
 
 # Folder -> what its modules may import of this project.
 ALLOWED = {

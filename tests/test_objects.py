@@ -4,11 +4,17 @@ included."""
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
+import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from typing_extensions import TypedDict
 
 import infer
 from infer import LLM
@@ -17,6 +23,23 @@ from infer.hub import DEMO
 pytestmark = pytest.mark.demo
 
 STORY = "Once upon a time"
+
+pydantic = pytest.importorskip("pydantic")
+
+
+class Model(pydantic.BaseModel):  # type: ignore[misc]
+    age: int = pydantic.Field(ge=0, le=99)
+    tags: list[bool] = pydantic.Field(max_length=2)
+
+
+@dataclass
+class Data:
+    yes: bool
+    no: bool
+
+
+class Typed(TypedDict):
+    yes: bool
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +188,51 @@ def test_a_result_has_the_seed_that_samples_it_again(llm: LLM) -> None:
     assert llm.generate(STORY, max_tokens=12, temperature=1.5, seed=first.seed) == first
     seeds = [result.seed for result in llm.generate(STORY, max_tokens=1, n=3, seed=4)]
     assert seeds == [4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("schema", "kind"), [(Model, Model), (Data, Data), (Typed, dict), (list[bool], list)]
+)
+def test_a_type_is_a_schema_and_the_answer_is_of_it(llm: LLM, schema: Any, kind: type) -> None:
+    pytest.importorskip("llguidance")
+    result = llm.chat("Write.", schema=schema, temperature=1.0, seed=3, max_tokens=200)
+    assert isinstance(result.parsed, kind)
+    assert result.parsed == pydantic.TypeAdapter(schema).validate_json(result.text)
+    assert result.parsed is result.parsed
+    params = infer.SamplingParams(schema=schema, temperature=1.0, seed=3, max_tokens=200)
+    assert llm.chat("Write.", params=params).parsed == result.parsed
+
+
+def test_by_a_schema_that_is_a_dictionary_the_answer_is_a_value(llm: LLM) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}
+    result = llm.chat("Write.", schema=schema, max_tokens=100)
+    assert result.parsed == json.loads(result.text)
+
+
+def test_a_cut_answer_and_one_without_a_schema_are_not_parsed(llm: LLM) -> None:
+    pytest.importorskip("llguidance")
+    cut = llm.chat("Write.", schema=Model, max_tokens=2)
+    with pytest.raises(infer.InferError, match=r'finish_reason is "length"\. Give it mo'):
+        _ = cut.parsed
+    with pytest.raises(infer.InferError, match="held to no schema"):
+        _ = llm.generate(STORY, max_tokens=1).parsed
+
+
+class Opaque:
+    pass
+
+
+def test_types_without_a_schema(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(infer.RequestError, match="schema Opaque gives no JSON schema: "):
+        llm.chat("Write.", schema=Opaque)
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    with pytest.raises(infer.RequestError, match=r"Data is a type, .* pip install pydantic"):
+        llm.chat("Write.", schema=Data)
+
+
+def test_a_typed_schema_is_a_dictionary_in_another_process() -> None:
+    params = infer.SamplingParams(schema=Data)
+    for other in (pickle.loads(pickle.dumps(params)), copy.deepcopy(params)):
+        assert type(other.schema) is dict
+        assert other == params
