@@ -27,12 +27,14 @@ from infer.kernels.errors import (
     InferError,
     InferWarning,
     RequestError,
+    Uncopied,
     UnsupportedError,
 )
 from infer.kernels.gpu.adapters import AdapterInfo, check_process, is_forked
 from infer.kernels.gpu.device import Device
 from infer.kernels.state.step import MAX_LOGPROBS
 from infer.keywords import LOAD_NAMES, AnswerOptions, check_names, show_options
+from infer.progress import size
 from infer.reading import Reading
 from infer.results import Chunk, Result, Results, Score, TokenLogprob, TopLogprob
 from infer.sampling import LogitsProcessor, Logprobs, SamplingOptions, SamplingParams, logprobs
@@ -76,13 +78,15 @@ class _Lazy:
             self._answer.close()
 
 
-class Stream(Iterator[Chunk]):
+class Stream(Uncopied, Iterator[Chunk]):
     """Text as it is generated. Iterate it to its end, close it, or drop it: each frees its place
     for the next answer. `result` is then all of it. Threads may share a stream: each piece goes to
     one of them.
 
     so_far: what has been generated so far. Its finish_reason is "cancelled" until the end.
     """
+
+    instead = "Take its result, which can."
 
     def __init__(
         self,
@@ -174,6 +178,11 @@ class Stream(Iterator[Chunk]):
                 self._keeps = None
                 self._llm._open_streams.pop(id(self), None)
 
+    def __repr__(self) -> str:
+        ended = f"ended ({self.so_far.finish_reason})" if self._closed else "open"
+        count = self.so_far.completion_tokens
+        return f"<Stream of {self._llm.name}: {ended}, {count} token{'s' * (count != 1)}>"
+
     def __enter__(self) -> Stream:
         return self
 
@@ -184,12 +193,21 @@ class Stream(Iterator[Chunk]):
         self.close()
 
 
-class LLM:
+class LLM(Uncopied):
     """A loaded model, from `load`. Use it in a `with` block, or close it.
 
     Any number of streams may be open, in any threads. As many as `max_batch` are generated
     together; the others wait. Several LLMs, on one device or several, can live side by side.
+
+    Attributes:
+        name: of the model: its hub id, the name of its folder or file, or "demo".
+        config: what its config.json says: vocab_size, hidden_size, num_hidden_layers, ….
+        tokenizer: from text and chats to token ids and back (`infer.text.tokenizer.Tokenizer`).
+        defaults: what its generation_config.json says of sampling.
+        summary: how many parameters it has, and of which type.
     """
+
+    instead = "Let threads share it as it is, or call infer.load() in the other process."
 
     def __init__(
         self,
@@ -808,6 +826,17 @@ class LLM:
             self._engine.close()
         finally:
             self._inside.discard(thread)
+
+    def __repr__(self) -> str:
+        parts = [self.config.model_type, self.summary.type, f"context {self.context}"]
+        if self._closing:
+            parts.append("closed")
+        elif isinstance(self._engine, Engine):
+            used = self._engine.device.memory_stats().allocated
+            parts.append(f"{size(used)} on {self.gpu}")
+        else:
+            parts.append(f"in a process of its own on {self.gpu}")
+        return f"<LLM {self.name}: {', '.join(parts)}>"
 
     def __enter__(self) -> LLM:
         return self

@@ -15,6 +15,8 @@ InferError
 └── ClosedError            a closed LLM or stream was used
 """
 
+from typing import ClassVar, NoReturn
+
 
 class InferError(Exception):
     """Base of every error that infer raises on purpose."""
@@ -66,6 +68,19 @@ class RequestError(InferError, ValueError):
 
 class ClosedError(InferError):
     """A closed LLM, device or stream was used."""
+
+
+class Uncopied:
+    """What holds memory of a GPU. To copy, pickle or send it raises InferError. instead: what to do
+    in place of that."""
+
+    instead: ClassVar[str]
+
+    def __reduce__(self) -> NoReturn:
+        raise InferError(
+            f"This {type(self).__name__} can be neither copied nor sent to another process: memory "
+            f"of a GPU belongs to one object in one process. {self.instead}"
+        )
 
 
 class InferWarning(UserWarning):

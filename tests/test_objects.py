@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import multiprocessing
 import pickle
 import sys
 import threading
@@ -236,3 +237,65 @@ def test_a_typed_schema_is_a_dictionary_in_another_process() -> None:
     for other in (pickle.loads(pickle.dumps(params)), copy.deepcopy(params)):
         assert type(other.schema) is dict
         assert other == params
+
+
+# What objects say of themselves
+
+
+def test_objects_say_what_they_are() -> None:
+    llm = infer.load(DEMO, context=256)
+    gpu = str(llm.gpu)
+    mebibytes = f"{llm.stats().memory.allocated / 2**20:.1f} MiB"
+    assert repr(llm) == f"<LLM demo: llama, BF16, context 256, {mebibytes} on {gpu}>"
+    assert repr(llm.device) == f"<Device {gpu}: {mebibytes} in use>"
+    assert repr(llm.tokenizer) == "<Tokenizer: 2,048 tokens, chat templates: 1>"
+    stream, waiting = llm.stream(STORY, max_tokens=2), llm.astream(STORY)
+    next(stream)
+    assert repr(stream) == "<Stream of demo: open, 1 token>"
+    assert repr(waiting) == "<AsyncStream of demo: open, 0 tokens>"
+    list(stream)
+    assert repr(stream) == "<Stream of demo: ended (length), 2 tokens>"
+    llm.close()
+    assert repr(llm) == "<LLM demo: llama, BF16, context 256, closed>"
+    assert repr(llm.device) == f"<Device {gpu}: closed>"
+
+
+def test_adapters_are_a_line_each() -> None:
+    for adapter in infer.list_adapters():
+        assert repr(adapter) == (
+            f"AdapterInfo(index={adapter.index}, name={adapter.name!r}, kind={adapter.kind!r}, "
+            f"backend={adapter.backend!r}, webgpu={adapter.webgpu!r})"
+        )
+
+
+def test_attributes_of_a_model_are_documented(llm: LLM) -> None:
+    public = {name for name in vars(llm) if not name.startswith("_")}
+    documented = LLM.__doc__ or ""
+    assert public == {"name", "config", "tokenizer", "defaults", "summary"}
+    assert all(f"{name}: " in documented for name in public)
+
+
+def sent(value: object) -> None:
+    multiprocessing.get_context("spawn").Process(target=print, args=(value,)).start()
+
+
+@pytest.mark.parametrize("send", [copy.copy, copy.deepcopy, pickle.dumps, sent])
+@pytest.mark.parametrize(
+    ("of", "instead"),
+    [
+        (lambda llm: llm, "infer.load"),
+        (lambda llm: {"model": [llm.generate]}, "infer.load"),
+        (lambda llm: llm.device, "Device.open"),
+        (lambda llm: llm.stream(STORY), "Take its result"),
+        (lambda llm: llm.astream(STORY), "Take its result"),
+    ],
+    ids=["LLM", "method", "Device", "Stream", "AsyncStream"],
+)
+def test_what_holds_memory_of_a_gpu_is_neither_copied_nor_sent(
+    llm: LLM, send: Callable[[Any], object], of: Callable[[LLM], Any], instead: str
+) -> None:
+    value = of(llm)
+    if send is copy.copy and isinstance(value, dict):
+        return  # whose copy has the same model
+    with pytest.raises(infer.InferError, match=f"can be neither copied nor sent.*{instead}"):
+        send(value)

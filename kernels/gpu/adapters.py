@@ -43,11 +43,12 @@ class AdapterInfo:
     name: str
     kind: str
     backend: str
-    driver: str
-    features: frozenset[str]
-    limits: dict[str, int]
+    # What is long is not shown.
+    driver: str = field(repr=False)
+    features: frozenset[str] = field(repr=False)
+    limits: dict[str, int] = field(repr=False)
     webgpu: str = DEFAULT
-    matrices: tuple[MatrixShape, ...] = ()
+    matrices: tuple[MatrixShape, ...] = field(repr=False, default=())
     handle: Any = field(repr=False, compare=False, default=None)
 
     def __str__(self) -> str:
