@@ -937,7 +937,7 @@ def _check_template_args(template_args: object) -> None:
         isinstance(template_args, Mapping) and all(isinstance(name, str) for name in template_args)
     ):
         raise RequestError(
-            'template_args must be a dictionary, such as {"enable_thinking": False}, '
+            '`template_args` must be a dictionary, such as {"enable_thinking": False}, '
             f"not {shown(template_args)}."
         )
 

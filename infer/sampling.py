@@ -117,24 +117,24 @@ class SamplingParams:
                 continue
             # The comparison is false for NaN too.
             if not (_is(value, Real) and least <= value <= most):
-                raise RequestError(f"{name} must be {allowed}, not {shown(value)}.")
+                raise RequestError(f"`{name}` must be {allowed}, not {shown(value)}.")
             object.__setattr__(self, name, float(value))
         for name, (first, last, allowed) in _INTEGERS.items():
             value = getattr(self, name)
             if value is None:
                 continue
             if not (_is(value, Integral) and first <= value <= last):
-                raise RequestError(f"{name} must be {allowed}, not {shown(value)}.")
+                raise RequestError(f"`{name}` must be {allowed}, not {shown(value)}.")
             object.__setattr__(self, name, int(value))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         object.__setattr__(self, "schema", _checked_schema(self.schema))
         _check_constraints({name: getattr(self, name) for name in _CONSTRAINTS})
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be True or False, not {shown(self.ignore_eos)}.")
+            raise RequestError(f"`ignore_eos` must be True or False, not {shown(self.ignore_eos)}.")
         if self.ignore_eos and self.constrained:
             raise RequestError(
-                "ignore_eos leaves no end for an answer by a schema, a regex or a grammar."
+                "`ignore_eos` leaves no end for an answer by a schema, a regex or a grammar."
             )
 
     @property
@@ -243,10 +243,11 @@ class SamplingParams:
         wrong = [token for token in bias if not 0 <= token < vocab_size]
         if wrong:
             raise RequestError(
-                f"logit_bias must name token ids from 0 to {vocab_size - 1}, not {shown(wrong[0])}."
+                f"`logit_bias` must name token ids from 0 to {vocab_size - 1}, not "
+                f"{shown(wrong[0])}."
             )
         if len(bias) == vocab_size and max(bias.values()) == -math.inf:
-            raise RequestError("logit_bias forbids every token: there must be one to choose.")
+            raise RequestError("`logit_bias` forbids every token: there must be one to choose.")
 
 
 def _rest_of(max_length: Any, prompt_tokens: int) -> dict[str, int]:
@@ -256,12 +257,12 @@ def _rest_of(max_length: Any, prompt_tokens: int) -> dict[str, int]:
     if not (_is(max_length, int) and max_length >= 1):
         raise CheckpointError(
             f"generation_config.json: max_length must be an integer from 1 up, not "
-            f"{shown(max_length)}. Mend the file, or give max_tokens yourself."
+            f"{shown(max_length)}. Mend the file, or give `max_tokens` yourself."
         )
     if prompt_tokens >= max_length:
         raise RequestError(
             f"The prompt has {prompt_tokens} tokens, and the model's generation_config.json ends "
-            f"prompt and answer after {max_length} (max_length). Give max_tokens to go beyond."
+            f"prompt and answer after {max_length} (max_length). Give `max_tokens` to go beyond."
         )
     return {"max_tokens": min(max_length - prompt_tokens, 2**32 - 1)}
 
@@ -297,11 +298,11 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
         isinstance(string, str) and string for string in strings
     ):
         raise RequestError(
-            f"stop must be a string or a list of strings, none empty, not {shown(stop)}."
+            f"`stop` must be a string or a list of strings, none empty, not {shown(stop)}."
         )
     if len(strings) > _STOPS or any(len(string) > _STOP_CHARACTERS for string in strings):
         raise RequestError(
-            f"stop must be at most {_STOPS} strings of at most {_STOP_CHARACTERS:,} characters."
+            f"`stop` must be at most {_STOPS} strings of at most {_STOP_CHARACTERS:,} characters."
         )
     return tuple(strings)
 
@@ -310,12 +311,12 @@ def _checked_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias must map token ids to numbers, not {shown(bias)}.")
+        raise RequestError(f"`logit_bias` must map token ids to numbers, not {shown(bias)}.")
     for token, value in bias.items():
         number = _is(value, Real) and (-1e30 <= value <= 100 or value == -math.inf)
         if not (_is(token, Integral) and number):
             raise RequestError(
-                "logit_bias must map token ids to numbers up to 100, or -inf to forbid one, "
+                "`logit_bias` must map token ids to numbers up to 100, or -inf to forbid one, "
                 f"not {shown(token)} to {shown(value)}."
             )
     return {int(token): float(value) for token, value in bias.items()}
@@ -329,13 +330,13 @@ def _checked_schema(schema: object) -> dict[str, Any] | None:
         schema = TypedSchema(schema)
     if not isinstance(schema, Mapping):
         raise RequestError(
-            "schema must be a JSON schema as a dictionary, or a type such as a pydantic model or a "
-            f"dataclass (the class), not {shown(schema)}."
+            "`schema` must be a JSON schema as a dictionary, or a type such as a pydantic model or "
+            f"a dataclass (the class), not {shown(schema)}."
         )
     try:
         text = json.dumps(dict(schema), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"schema must be what JSON can say: {error}.") from None
+        raise RequestError(f"`schema` must be what JSON can say: {error}.") from None
     _check_length("schema", text)
     if isinstance(schema, TypedSchema):
         return schema
@@ -346,20 +347,20 @@ def _checked_schema(schema: object) -> dict[str, Any] | None:
 def _check_constraints(given: Mapping[str, object]) -> None:
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise RequestError(f"{names[0]} and {names[1]} were given: an answer can follow one.")
+        raise RequestError(f"`{names[0]}` and `{names[1]}` were given: an answer can follow one.")
     for name in ("regex", "grammar"):
         value = given[name]
         if value is None:
             continue
         if not (isinstance(value, str) and value):
-            raise RequestError(f"{name} must be text that is not empty, not {shown(value)}.")
+            raise RequestError(f"`{name}` must be text that is not empty, not {shown(value)}.")
         _check_length(name, value)
 
 
 def _check_length(name: str, text: str) -> None:
     most = _CONSTRAINTS[name]
     if len(text) > most:
-        raise RequestError(f"{name} must have at most {most:,} characters, not {len(text):,}.")
+        raise RequestError(f"`{name}` must have at most {most:,} characters, not {len(text):,}.")
 
 
 # The filters: scores [vocab] in, scores [vocab] out, -inf for what does not survive.

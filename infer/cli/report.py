@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
+from infer.cli.terminal import in_options
 from infer.inspection import Inspection
 from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
 from infer.kernels.gpu.device import Device, Limits
@@ -188,7 +189,10 @@ class ModelReport:
 
     def json(self) -> dict[str, Any]:
         adapter = self.model.adapter
-        return vars(self.model) | {"adapter": None if adapter is None else adapter_json(adapter)}
+        return vars(self.model) | {
+            "adapter": None if adapter is None else adapter_json(adapter),
+            "verdict": in_options(self.model.verdict),
+        }
 
     def text(self) -> str:
         m = self.model
@@ -219,7 +223,7 @@ class ModelReport:
                 "in all": size(m.total_bytes),
                 "context": f"{m.context:,} positions; the model goes up to {m.max_context:,}",
                 "adapter": m.adapter.name if m.adapter else "none",
-                "fits": f"{fits}: {m.verdict}",
+                "fits": f"{fits}: {in_options(m.verdict)}",
             }
         )
 

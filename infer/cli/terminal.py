@@ -14,14 +14,16 @@ import unicodedata
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import typer
 
 from infer import progress
 from infer.foreign import reason, shown
-from infer.kernels.errors import InferError, InferWarning, RequestError
+from infer.kernels.errors import InferError, InferWarning, RequestError, named
 from infer.progress import columns, discard, is_terminal, visible, write_note
 
 # What a shell reports for a program that SIGINT, or SIGPIPE, has ended: 128 + the signal's number.
@@ -45,13 +47,22 @@ def exit_codes(verbose: bool = False) -> Iterator[None]:
     except (InferError, OSError) as error:
         if verbose:
             note(traceback.format_exc().rstrip())
-        note(f"error: {error if isinstance(error, InferError) else of_system(error)}")
+        note(f"error: {in_options(error) if isinstance(error, InferError) else of_system(error)}")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         note("interrupted")
         raise typer.Exit(INTERRUPTED) from None
     if progress.note_lost:
         raise typer.Exit(1)
+
+
+OPTIONS = ContextVar[Mapping[str, str]]("OPTIONS", default=MappingProxyType({}))
+"""The options of the command that runs, by the names of their values in Python."""
+
+
+def in_options(said: object) -> str:
+    """An error or a warning, in which what users choose has the name of its option."""
+    return named(getattr(said, "marked", str(said)), OPTIONS.get())
 
 
 def of_system(error: OSError) -> str:
@@ -261,7 +272,7 @@ def warnings_as_notes(quiet: bool, told: set[str] | None = None) -> Iterator[Non
             warnings.showwarning(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-        elif not quiet and (text := str(warning.message)) not in told:
+        elif not quiet and (text := in_options(warning.message)) not in told:
             told.add(text)
             note(f"note: {text}")
 

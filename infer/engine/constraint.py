@@ -47,7 +47,7 @@ def schema_error(schema: Mapping[str, Any]) -> str | None:
         from llguidance import LLMatcher
     except ImportError:
         return None
-    with foreign("schema cannot be followed", RequestError):
+    with foreign("`schema` cannot be followed", RequestError):
         if (error := _unusable(schema)) is not None:  # first: some of it would end the process
             return error
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
@@ -216,10 +216,10 @@ def lark_of(grammar: str) -> str:
         return grammar
     if len(grammar) > _MOST_GBNF:
         raise RequestError(
-            f"grammar must have at most {_MOST_GBNF:,} characters in GBNF, not {len(grammar):,}. "
+            f"`grammar` must have at most {_MOST_GBNF:,} characters in GBNF, not {len(grammar):,}. "
             "Write it in Lark."
         )
-    with foreign("grammar cannot be followed", RequestError):
+    with foreign("`grammar` cannot be followed", RequestError):
         return str(gbnf_to_lark.gbnf_to_lark(grammar))
 
 
@@ -390,9 +390,9 @@ class Constraints:
         library does not know."""
         if params.schema is not None:
             name = "schema"
-            with foreign("schema cannot be followed", RequestError):  # nested too deeply
+            with foreign("`schema` cannot be followed", RequestError):  # nested too deeply
                 if (error := _unusable(params.schema)) is not None:
-                    raise RequestError(f"schema cannot be followed: {error}")
+                    raise RequestError(f"`schema` cannot be followed: {error}")
                 source = self._matcher.grammar_from_json_schema(
                     json.dumps(params.schema), {"whitespace_pattern": WHITESPACE}
                 )
@@ -400,10 +400,10 @@ class Constraints:
             name, source = "regex", self._matcher.grammar_from_regex(params.regex)
         elif params.grammar is not None:
             name = "grammar"
-            with foreign("grammar cannot be followed", RequestError):  # as above
+            with foreign("`grammar` cannot be followed", RequestError):  # as above
                 for schema in _schemas_in(params.grammar):
                     if (error := _unusable(schema)) is not None:
-                        raise RequestError(f"grammar cannot be followed: {error}")
+                        raise RequestError(f"`grammar` cannot be followed: {error}")
             source = self._matcher.grammar_from_lark(_by_ids(params.grammar, self._text_ids))
         else:
             return None
@@ -411,7 +411,7 @@ class Constraints:
 
     def _new_beginning(self, name: str, source: str) -> LLMatcher:
         """The matcher at the beginning of every answer with the same constraint."""
-        with foreign(f"{name} cannot be followed", RequestError):
+        with foreign(f"`{name}` cannot be followed", RequestError):
             matcher: LLMatcher = self._matcher(
                 self._tokenizer, source, log_level=0, limits=self._limits
             )

@@ -599,7 +599,7 @@ class Engine(TokenEngine):
             elif token == INVALID_TOKEN:
                 raise ModelError(
                     "The model's logits are not finite: its weights may be damaged, or its values "
-                    "too large for the KV cache's f16 (load it with kv_dtype f32)."
+                    'too large for the KV cache\'s f16 (load it with `kv_dtype="f32"`).'
                 )
             assert token != NO_TOKEN
             own = answer.logprobs(token, logits, ranked)

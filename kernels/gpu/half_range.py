@@ -30,7 +30,7 @@ def check_half_range(device: Device, weights: Mapping[str, GpuTensor]) -> None:
         if not value <= LARGEST:
             raise UnsupportedError(
                 f"{name} has values up to {value:.3g}, and the matrices of {device.adapter.name} "
-                f"multiply values up to {LARGEST:,.0f}. wgpu-native does without (webgpu)."
+                f'multiply values up to {LARGEST:,.0f}. `webgpu="wgpu-native"` does without.'
             )
 
 
