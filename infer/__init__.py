@@ -129,4 +129,4 @@ if not TYPE_CHECKING:  # for type checkers, a name that is not above is a mistak
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return [*__all__, "__version__"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from infer.engine.token_engine import TokenAnswer, TokenEngine
+from infer.kernels.errors import Uncopied
 
 PieceT = TypeVar("PieceT")
 ResultT = TypeVar("ResultT")
@@ -25,6 +26,9 @@ class Source(Protocol[_PieceT_co, _ResultT_co]):
 
     @property
     def result(self) -> _ResultT_co: ...
+
+    @property
+    def so_far(self) -> _ResultT_co: ...
 
     def begin_elsewhere(self) -> TokenAnswer:
         """From here on it is generated whenever any other is, and read by another thread."""
@@ -129,11 +133,13 @@ def _put(parts: Sequence[tuple[_Feed[object], Sequence[object]]]) -> None:
             feed.queue.put_nowait(piece)
 
 
-class AsyncStream(AsyncIterator[PieceT], Generic[PieceT, ResultT]):
+class AsyncStream(Uncopied, AsyncIterator[PieceT], Generic[PieceT, ResultT]):
     """A `Stream` for `async for`. It begins when it is first asked for a piece, and then comes as
     fast as it can. Iterate it to its end, close it (`aclose`, `async with`), drop it, or cancel the
-    task that waits for it: each frees its place for the next. `result` holds what has been
-    generated so far, which may be more than what was taken, and in the end everything."""
+    task that waits for it: each frees its place for the next. `result` is then all of it, and
+    `so_far` what has been generated so far, which may be more than what was taken."""
+
+    instead = "Take its result, which can."
 
     def __init__(self, runner: Runner, stream: Source[PieceT, ResultT], whole: bool) -> None:
         self._runner, self._stream, self._whole = runner, stream, whole
@@ -142,7 +148,13 @@ class AsyncStream(AsyncIterator[PieceT], Generic[PieceT, ResultT]):
 
     @property
     def result(self) -> ResultT:
+        """As `Stream.result`."""
         return self._stream.result
+
+    @property
+    def so_far(self) -> ResultT:
+        """As `Stream.so_far`."""
+        return self._stream.so_far
 
     def begin(self) -> asyncio.Queue[PieceT | _End]:
         """Where its pieces come."""
@@ -180,6 +192,9 @@ class AsyncStream(AsyncIterator[PieceT], Generic[PieceT, ResultT]):
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        return f"<Async{repr(self._stream)[1:]}"
 
     def __del__(self) -> None:
         self._stream.close()

@@ -49,7 +49,7 @@ class Inspection:
     draft: the model that drafts for it, or that its own layer does; the weights, cache and other
     buffers of either are counted too.
     disk_bytes: all tensors of the checkpoint. fits: whether the GPU has room now, None where that
-    is unknown; `verdict` says why.
+    is unknown; `verdict` says why, with names as those of errors (`infer.kernels.errors`).
     """
 
     name: str
@@ -139,7 +139,7 @@ def inspect_model(
         try:
             options = count.fitting(options, may_shrink=("context",) if context is None else ())
         except OutOfMemoryError as error:
-            fits, verdict = False, str(error)
+            fits, verdict = False, error.marked
         else:
             free = memory_info(gpu).free
             fits = None if free is None else True

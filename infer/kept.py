@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from infer.calls import checked
 from infer.kernels.errors import RequestError
-from infer.keywords import LOAD_NAMES, EmbedOptions, LoadOptions, Options
+from infer.keywords import LOAD_NAMES, EmbedOptions, LoadOptions, Options, show_options
 from infer.llm import (
     LLM,
     Chat,
@@ -214,6 +214,9 @@ def embed(
         return kept.llm.embed(texts, **rest)
     finally:
         del kept
+
+
+show_options(Options, generate, stream)
 
 
 def _split(

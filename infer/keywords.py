@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -72,3 +73,17 @@ class Options(LoadOptions, _AnswerOptions, total=False):
     one that an LLM has."""
 
     adapter: str | Path | None
+
+
+def show_options(options: type, *functions: Callable[..., Any]) -> None:
+    """Have the signatures of functions name what their **options take, a TypedDict: IPython, help()
+    and editors that look at a running program complete these names."""
+    shown = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=..., annotation=kind.__forward_arg__)
+        for name, kind in options.__annotations__.items()
+    ]
+    for function in functions:
+        own = signature(function)
+        fixed = [p for p in own.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        more = [p for p in shown if p.name not in own.parameters]
+        function.__signature__ = own.replace(parameters=[*fixed, *more])  # type: ignore[attr-defined]

@@ -28,12 +28,14 @@ from infer.kernels.errors import (
     ClosedError,
     InferError,
     RequestError,
+    Uncopied,
     UnsupportedError,
 )
 from infer.kernels.gpu.adapters import AdapterInfo, check_process, is_forked
 from infer.kernels.gpu.device import Device
 from infer.kernels.state.step import MAX_LOGPROBS, MAX_STOP_IDS
-from infer.keywords import LOAD_NAMES, AnswerOptions
+from infer.keywords import LOAD_NAMES, AnswerOptions, show_options
+from infer.progress import size
 from infer.reading import Reading
 from infer.results import Chunk, Result, Results, Score, TokenLogprob, TopLogprob
 from infer.sampling import LogitsProcessor, Logprobs, SamplingOptions, SamplingParams, logprobs
@@ -82,10 +84,15 @@ class _Lazy:
             self._answer.close()
 
 
-class Stream(Iterator[Chunk]):
+class Stream(Uncopied, Iterator[Chunk]):
     """Text as it is generated. Iterate it to its end, close it, or drop it: each frees its place
-    for the next answer. `result` holds what has been generated so far, and in the end everything.
-    Threads may share a stream: each piece goes to one of them."""
+    for the next answer. `result` is then all of it. Threads may share a stream: each piece goes to
+    one of them.
+
+    so_far: what has been generated so far. Its finish_reason is "cancelled" until the end.
+    """
+
+    instead = "Take its result, which can."
 
     def __init__(
         self,
@@ -94,13 +101,14 @@ class Stream(Iterator[Chunk]):
         params: SamplingParams,
         ids: list[int],
         reading: Reading | None,
+        schema: Mapping[str, Any] | None,
     ) -> None:
         self._llm, self._answer = llm, _Lazy(begin)
-        self.result = Result(prompt_tokens=len(ids))
-        self._chunks = llm._chunks(self._answer, params, ids, self.result, reading)
+        self.so_far = Result(prompt_tokens=len(ids), seed=params.seed, schema=schema)
+        self._chunks = llm._chunks(self._answer, params, ids, self.so_far, reading)
         llm._open_streams[id(self)] = weakref.ref(self)
         self._turn = threading.Lock()  # of the thread that runs or closes `_chunks`
-        self._reader: int | None = None  # the thread that asked for a piece last
+        self._reader: int | None = None  # the thread that began it or asked for a piece last
         self._closed = False
         self._is_elsewhere = False  # whether it is another thread that reads it for its reader
         self._error: ClosedError | None = None  # what closed it, if the reader does not know
@@ -116,6 +124,10 @@ class Stream(Iterator[Chunk]):
                     self._reader = thread
                     if not self._closed:  # while this waited
                         return next(self._chunks)
+            except StopIteration:
+                self._closed = True
+                if self.so_far.finish_reason != "cancelled":  # it was whole before it was closed
+                    self._error = None
             except BaseException:
                 self._closed = True
                 raise
@@ -128,9 +140,20 @@ class Stream(Iterator[Chunk]):
         error, self._error = self._error, None
         raise error or StopIteration
 
+    @property
+    def result(self) -> Result:
+        """What was generated. Raises InferError before the stream has ended or was closed."""
+        if not self._closed:
+            raise InferError(
+                "This stream has not ended, so it has no result yet. Iterate it to its end, or "
+                "close it; until then so_far is what has been generated."
+            )
+        return self.so_far
+
     def _begin(self) -> None:
         """Begin it: from here on it is generated whenever another answer is."""
         self._llm._check_open()
+        self._reader = threading.get_ident()
         self._answer()
 
     def _is_ready(self) -> bool:
@@ -161,6 +184,11 @@ class Stream(Iterator[Chunk]):
                 self._keeps = None
                 self._llm._open_streams.pop(id(self), None)
 
+    def __repr__(self) -> str:
+        ended = f"ended ({self.so_far.finish_reason})" if self._closed else "open"
+        count = self.so_far.completion_tokens
+        return f"<Stream of {self._llm.name}: {ended}, {count} token{'s' * (count != 1)}>"
+
     def __enter__(self) -> Stream:
         return self
 
@@ -171,12 +199,21 @@ class Stream(Iterator[Chunk]):
         self.close()
 
 
-class LLM:
+class LLM(Uncopied):
     """A loaded model, from `load`. Use it in a `with` block, or close it.
 
     Any number of streams may be open, in any threads. As many as `max_batch` are generated
     together; the others wait. Several LLMs, on one device or several, can live side by side.
+
+    Attributes:
+        name: of the model: its hub id, the name of its folder or file, or "demo".
+        config: what its config.json says: vocab_size, hidden_size, num_hidden_layers, ….
+        tokenizer: from text and chats to token ids and back (`infer.text.tokenizer.Tokenizer`).
+        defaults: what its generation_config.json says of sampling.
+        summary: how many parameters it has, and of which type.
     """
+
+    instead = "Let threads share it as it is, or call infer.load() in the other process."
 
     @checked(hint='load() makes an LLM: llm = infer.load("demo").')
     def __init__(
@@ -464,6 +501,7 @@ class LLM:
             reading = Reading.of(self.tokenizer, checked, ids, template_args.get("template"))
         params = self._by_ids(params.resolved(self.defaults, len(ids)))
         stop_ids = self._stop_ids(params)
+        schema = cast(Mapping[str, Any] | None, params.schema)
         params, constraint = self._held(params, reading)
         generate = partial(
             self._engine.generate,
@@ -482,7 +520,7 @@ class LLM:
                 answer.deadline = time.monotonic() + timeout
             return answer
 
-        return Stream(self, begin, params, ids, reading)
+        return Stream(self, begin, params, ids, reading, schema)
 
     def _by_ids(self, params: SamplingParams) -> SamplingParams:
         """With bad words as token ids, of which single ones are biases. Raises RequestError for
@@ -1061,8 +1099,9 @@ class LLM:
 
     def close(self) -> None:
         """Free the GPU memory. Open streams end; in another thread with a ClosedError at the next
-        token. Safe at any time, in any thread, and twice. If a signal handler or a logits processor
-        calls it in the middle of a call, the memory is freed when that call returns."""
+        token, and so does `generate`. Safe at any time, in any thread, and twice. If a signal
+        handler or a logits processor calls it in the middle of a call, the memory is freed when
+        that call returns."""
         self._closing = True
         if is_forked():
             return
@@ -1080,6 +1119,17 @@ class LLM:
             self._engine.close()
         finally:
             self._inside.discard(thread)
+
+    def __repr__(self) -> str:
+        parts = [self.config.model_type, self.summary.type, f"context {self.context}"]
+        if self._closing:
+            parts.append("closed")
+        elif isinstance(self._engine, Engine):
+            used = self._engine.device.memory_stats().allocated
+            parts.append(f"{size(used)} on {self.gpu}")
+        else:
+            parts.append(f"in a process of its own on {self.gpu}")
+        return f"<LLM {self.name}: {', '.join(parts)}>"
 
     def __enter__(self) -> LLM:
         return self
@@ -1102,6 +1152,9 @@ def listed(prompt: Any) -> Any:
         items = tolist()
         return items if isinstance(items, list) else prompt
     return list(prompt) if isinstance(prompt, Iterable) else prompt
+
+
+show_options(AnswerOptions, LLM.generate, LLM.chat, LLM.stream, LLM.agenerate, LLM.astream)
 
 
 def are_several(prompt: Any) -> bool:
@@ -1210,7 +1263,7 @@ def _check_template_args(template_args: object) -> None:
         isinstance(template_args, Mapping) and all(isinstance(name, str) for name in template_args)
     ):
         raise RequestError(
-            'template_args must be a dictionary, such as {"enable_thinking": False}, '
+            '`template_args` must be a dictionary, such as {"enable_thinking": False}, '
             f"not {shown(template_args)}."
         )
 

@@ -202,13 +202,13 @@ def way_to_speculate(speculate: str | None, draft: str | Path | None) -> str:
         return "off" if draft is None else "auto"
     if draft is not None and speculate in ("off", "lookup", "mtp"):
         raise RequestError(
-            f"speculate is {speculate}, and a draft model ({draft}) is given, which drafts in "
+            f'`speculate="{speculate}"` is given, and a draft model ({draft}), which drafts in '
             "place of that. Leave one of the two out."
         )
     if draft is None and speculate == "draft":
         raise RequestError(
-            "speculate is draft, and there is no model to draft with. Give one with the same "
-            "tokenizer (draft, --draft), or take lookup, mtp or auto."
+            '`speculate="draft"` is given, and there is no model to draft with. Give one with the '
+            "same tokenizer (`draft`), or take lookup, mtp or auto."
         )
     return speculate
 
@@ -244,8 +244,8 @@ def check_draft_quantize(quantize: str | None, draft: str | Path | None) -> None
     _check_choice("draft_quantize", quantize, (None, *QUANTIZED))
     if quantize is not None and draft is None:
         raise RequestError(
-            f"draft_quantize is {quantize}, and there is no draft model. Give one with the same "
-            "tokenizer (draft, --draft), or leave it out."
+            f'`draft_quantize="{quantize}"` is given, and there is no draft model. Give one '
+            "with the same tokenizer (`draft`), or leave it out."
         )
 
 
@@ -259,7 +259,8 @@ def _positions(cache_memory: int | str | None, nbytes: int) -> int | None:
     held = parse_size(cache_memory) if isinstance(cache_memory, str) else cache_memory
     if type(held) is not int or held < 1:
         raise RequestError(
-            f"cache_memory is a number of bytes, or a text such as 1GiB, not {shown(cache_memory)}."
+            "`cache_memory` is a number of bytes, or a text such as 1GiB, not "
+            f"{shown(cache_memory)}."
         )
     return max(1, held // nbytes)
 
@@ -297,7 +298,7 @@ def find_adapters(
     RequestError where both are given."""
     if adapter is not None and adapters:
         raise RequestError(
-            "Give either one adapter that is always on (adapter) or several by name (adapters)."
+            "Give either one adapter that is always on (`adapter`) or several by name (`adapters`)."
         )
 
     if not isinstance(adapters or {}, Mapping) or not all(
@@ -363,8 +364,8 @@ def open_predictor(
         if speculate == "auto":
             return None
         raise UnsupportedError(
-            f"speculate is mtp, and {name} has no layer that predicts further tokens. Take auto or "
-            "lookup, or give a draft model (draft, --draft)."
+            f'`speculate="mtp"` is given, and {name} has no layer that predicts further tokens. '
+            "Take auto or lookup, or give a draft model (`draft`)."
         )
     plan = plan_weights(predictor.weights(), checkpoint, dtype, lambda key: True)
     return Draft(name, predictor, plan.joined())
@@ -530,7 +531,8 @@ def weight_dtype(dtype: str | None, quantize: str | None) -> str | None:
     _check_choice("quantize", quantize, (None, *QUANTIZED))
     if dtype is not None and quantize is not None:
         raise RequestError(
-            f"Weights are either converted (dtype {dtype}) or quantised (quantize {quantize}). "
+            f'Weights are either converted (`dtype="{dtype}"`) or quantised '
+            f'(`quantize="{quantize}"`). '
             "Give one of the two."
         )
     return dtype or quantize
@@ -539,4 +541,4 @@ def weight_dtype(dtype: str | None, quantize: str | None) -> str | None:
 def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     if value not in choices:
         shown = ", ".join(str(choice) for choice in choices if choice is not None)
-        raise UnsupportedError(f"{name} must be one of {shown}, not {value!r}.")
+        raise UnsupportedError(f"`{name}` must be one of {shown}, not {value!r}.")

@@ -70,13 +70,13 @@ class _Growing:
         if not self.shared:
             return OutOfMemoryError(
                 f"A context of {options.context:,} positions needs {needed}. Ask for a context of "
-                f"at most {max(0, pages - self.besides) * PAGE:,} positions (--context)."
+                f"at most {max(0, pages - self.besides) * PAGE:,} positions (`context`)."
             )
         return OutOfMemoryError(
             f"A KV cache of {self.pages * PAGE:,} positions in total, for {options.max_batch} "
             f"answers at once, each with a context of up to {options.context:,} positions, needs "
             f"{needed}, which is {pages * PAGE:,} positions in total. Ask for fewer answers at "
-            "once, a smaller context (--context) or less memory for the cache."
+            "once, a smaller `context` or less memory for the cache."
         )
 
 
@@ -126,7 +126,7 @@ def checked_context(
     if draft is not None:
         check_draft(draft.model, draft.name, model, name, context)
     if not isinstance(context, int) or context < 2:
-        raise RequestError(f"context must be a count of at least 2 positions, not {context!r}.")
+        raise RequestError(f"`context` must be a count of at least 2 positions, not {context!r}.")
     own = model.config.max_position_embeddings
     if context > own and model.config.rope.kind != "dynamic":
         raise RequestError(
@@ -222,7 +222,7 @@ class MemoryCount:
         raise OutOfMemoryError(
             f"The model needs {need.total:,} bytes ({need.weights:,} of weights, "
             f"{need.kv_cache:,} of KV cache for {positions}, {need.other:,} "
-            f"for all else{of_draft}); {gpu.name} has {free:,} free. A smaller context "
-            f"(--context), {'' if quantized else 'quantised weights (--quantize), '}a smaller "
-            "model or another device (--device) would help."
+            f"for all else{of_draft}); {gpu.name} has {free:,} free. A smaller `context`, "
+            f"{'' if quantized else 'quantised weights (`quantize`), '}a smaller "
+            "model or another `device` would help."
         )

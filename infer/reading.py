@@ -87,7 +87,7 @@ class Reading:
         is added. Raises RequestError for what leaves no room for a call that has to come, and for a
         strict function whose schema cannot be followed."""
         if params.ignore_eos and self.tools.functions:
-            raise RequestError("ignore_eos leaves no end for a call: leave it or the tools out.")
+            raise RequestError("`ignore_eos` leaves no end for a call: leave it or the tools out.")
         if params.constrained and self.tools.required:
             raise RequestError(
                 "tool_choice asks for a call, which leaves no room for an answer by a schema, a "
@@ -142,7 +142,7 @@ def _content(params: SamplingParams) -> str | None:
     """What is no call and no thought, in Lark."""
     if params.schema is not None:
         if error := _error(json.dumps(params.schema)):
-            raise RequestError(f"schema cannot be followed: {error}")
+            raise RequestError(f"`schema` cannot be followed: {error}")
         return f"%json {json.dumps(_spaced(cast(Mapping[str, Any], params.schema)))}"
     if (pattern := params.pattern) is not None:
         return f"/{escaped(pattern)}/"

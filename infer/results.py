@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from infer.engine.token_engine import Timings
+from infer.kernels.errors import InferError
 from infer.text.tools import ToolCall, ToolCallDelta
+from infer.typed import parsed
 
 
 @dataclass(frozen=True)
@@ -49,24 +53,29 @@ class Chunk:
 
 @dataclass
 class Result:
-    """A whole generation, which prints as its text.
+    """A whole generation, which prints as its text. Two are equal if they say the same, whatever
+    their timings, seeds and the ids of their calls.
 
     token_ids: without the id that ended it. finish_reason: "stop" (an end-of-turn id or a stop
     string), "tool_calls" (the same, of an answer with calls), "length" (max_tokens, or the context
     is full), "timeout" or "cancelled" (closed before its end). reasoning, tool_calls: the parts of
     an answer to a chat that are not its text; a call that a limit cut is not there.
-    reasoning_tokens: how many of token_ids are reasoning. stop_string: the one that ended it."""
+    reasoning_tokens: how many of token_ids are reasoning. stop_string: the one that ended it. seed:
+    of the sampler, which with the same options samples the same again; one was chosen if none was
+    given. schema: what the answer was held to."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = "cancelled"
     logprobs: list[TokenLogprob] | None = None
     prompt_tokens: int = 0
-    timings: Timings = field(default_factory=Timings)
+    timings: Timings = field(default_factory=Timings, compare=False)
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     reasoning_tokens: int = 0
     stop_string: str | None = None
+    seed: int | None = field(default=None, compare=False)
+    schema: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return self.text
@@ -88,6 +97,21 @@ class Result:
                 for call in self.tool_calls
             ]
         return message
+
+    @cached_property
+    def parsed(self) -> Any:
+        """The answer as what `schema=` named: an object of the pydantic model or the dataclass, a
+        TypedDict, a list; or as what json.loads gives, of a JSON schema given as a dictionary.
+        Raises InferError without a schema, and for an answer that was cut."""
+        if self.schema is None:
+            raise InferError("This answer was held to no schema, by which it could be parsed.")
+        if self.finish_reason != "stop":
+            raise InferError(
+                f"This answer is not the whole of what its schema asks for, as its finish_reason "
+                f'is "{self.finish_reason}".'
+                + (" Give it more max_tokens." if self.finish_reason == "length" else "")
+            )
+        return parsed(self.text, self.schema)
 
     @property
     def completion_tokens(self) -> int:

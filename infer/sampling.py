@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.calls import checked
-from infer.foreign import foreign, shown
+from infer.foreign import shown
 from infer.generation_config import RENAMED
 from infer.kernels.errors import CheckpointError, RequestError
 from infer.kernels.state.step import FORBIDDEN, MAX_LOGPROBS, MAX_STOP_IDS, SAMPLING
-from infer.text.schemas import closed
+from infer.typed import TypedSchema, is_type
 
 if TYPE_CHECKING:
     from infer.kernels.state.sampler import SamplerChain
@@ -118,8 +118,9 @@ class SamplingParams:
     What the whole text of an answer must be, of which one may be given; it goes before bad_words
     and min_tokens where it leaves nothing else:
 
-    schema              JSON that is valid under this schema: a dictionary; or a pydantic model,
-                        the class, whose objects then have no properties but their own
+    schema              JSON that is valid under this schema: a dictionary; or a pydantic model, a
+                        dataclass or a TypedDict, the class, or what is made of these, such as
+                        list[int]. Objects then have no properties but their own
     regex               what this regular expression matches
     choices             one of these texts
     grammar             what this grammar derives, in llguidance's dialect of Lark
@@ -158,14 +159,14 @@ class SamplingParams:
             # The comparison is false for NaN too.
             if not (_is(value, Real) and least <= value <= most):
                 given = shown(value).removesuffix(".0")  # of --temperature -1
-                raise RequestError(f"{name} must be {allowed}, not {given}.")
+                raise RequestError(f"`{name}` must be {allowed}, not {given}.")
             object.__setattr__(self, name, float(value))
         for name, (first, last, allowed) in _INTEGERS.items():
             value = getattr(self, name)
             if value is None:
                 continue
             if not (_is(value, Integral) and first <= value <= last):
-                raise RequestError(f"{name} must be {allowed}, not {shown(value)}.")
+                raise RequestError(f"`{name}` must be {allowed}, not {shown(value)}.")
             object.__setattr__(self, name, int(value))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
@@ -178,17 +179,20 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output"):
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise RequestError(f"{name} must be True or False, not {shown(value)}.")
+                raise RequestError(f"`{name}` must be True or False, not {shown(value)}.")
         object.__setattr__(self, "min_tokens", self.min_tokens or 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens must be at most max_tokens, {self.max_tokens}, not {self.min_tokens}."
+                f"`min_tokens` must be at most `max_tokens`, {self.max_tokens}, not "
+                f"{self.min_tokens}."
             )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids must name a token: there must be one to choose.")
+            raise RequestError(
+                "`allowed_token_ids` must name a token: there must be one to choose."
+            )
         if self.ignore_eos and self.constrained:
             raise RequestError(
-                "ignore_eos leaves no end for an answer by a schema, a regex or a grammar."
+                "`ignore_eos` leaves no end for an answer by a schema, a regex or a grammar."
             )
 
     @property
@@ -316,10 +320,11 @@ class SamplingParams:
         wrong = [token for token in bias if not 0 <= token < vocab_size]
         if wrong:
             raise RequestError(
-                f"logit_bias must name token ids from 0 to {vocab_size - 1}, not {shown(wrong[0])}."
+                f"`logit_bias` must name token ids from 0 to {vocab_size - 1}, not "
+                f"{shown(wrong[0])}."
             )
         if len(bias) == vocab_size and max(bias.values()) == -math.inf:
-            raise RequestError("logit_bias forbids every token: there must be one to choose.")
+            raise RequestError("`logit_bias` forbids every token: there must be one to choose.")
 
     def check_tokens(self, vocab_size: int) -> None:
         """As `check_bias`, and of all other token ids."""
@@ -344,12 +349,12 @@ def _rest_of(max_length: Any, prompt_tokens: int) -> dict[str, int]:
     if not (_is(max_length, int) and max_length >= 1):
         raise CheckpointError(
             f"generation_config.json: max_length must be an integer from 1 up, not "
-            f"{shown(max_length)}. Mend the file, or give max_tokens yourself."
+            f"{shown(max_length)}. Mend the file, or give `max_tokens` yourself."
         )
     if prompt_tokens >= max_length:
         raise RequestError(
             f"The prompt has {prompt_tokens} tokens, and the model's generation_config.json ends "
-            f"prompt and answer after {max_length} (max_length). Give max_tokens to go beyond."
+            f"prompt and answer after {max_length} (max_length). Give `max_tokens` to go beyond."
         )
     return {"max_tokens": min(max_length - prompt_tokens, 2**32 - 1)}
 
@@ -391,11 +396,11 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
         isinstance(string, str) and string for string in strings
     ):
         raise RequestError(
-            f"stop must be a string or a list of strings, none empty, not {shown(stop)}."
+            f"`stop` must be a string or a list of strings, none empty, not {shown(stop)}."
         )
     if len(strings) > _STOPS or any(len(string) > _STOP_CHARACTERS for string in strings):
         raise RequestError(
-            f"stop must be at most {_STOPS} strings of at most {_STOP_CHARACTERS:,} characters."
+            f"`stop` must be at most {_STOPS} strings of at most {_STOP_CHARACTERS:,} characters."
         )
     return tuple(strings)
 
@@ -449,34 +454,35 @@ def _checked_bias(bias: object) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias must map token ids to numbers, not {shown(bias)}.")
+        raise RequestError(f"`logit_bias` must map token ids to numbers, not {shown(bias)}.")
     for token, value in bias.items():
         number = _is(value, Real) and (-1e30 <= value <= 100 or value == -math.inf)
         if not (_is(token, Integral) and number):
             raise RequestError(
-                "logit_bias must map token ids to numbers up to 100, or -inf to forbid one, "
+                "`logit_bias` must map token ids to numbers up to 100, or -inf to forbid one, "
                 f"not {shown(token)} to {shown(value)}."
             )
     return {int(token): float(value) for token, value in bias.items()}
 
 
 def _checked_schema(schema: object) -> dict[str, Any] | None:
-    """A copy of its own, of what JSON can say; of a pydantic model, its schema."""
+    """A copy of its own, of what JSON can say; of a type, its schema."""
     if schema is None:
         return None
-    if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
-        with foreign(f"schema {schema.__name__} gives no JSON schema", RequestError):
-            schema = closed(schema.model_json_schema())
+    if is_type(schema):
+        schema = TypedSchema(schema)
     if not isinstance(schema, Mapping):
         raise RequestError(
-            "schema must be a JSON schema as a dictionary, or a pydantic model (the class), "
-            f"not {shown(schema)}."
+            "`schema` must be a JSON schema as a dictionary, or a type such as a pydantic model or "
+            f"a dataclass (the class), not {shown(schema)}."
         )
     try:
         text = json.dumps(dict(schema), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"schema must be what JSON can say: {error}.") from None
+        raise RequestError(f"`schema` must be what JSON can say: {error}.") from None
     _check_length("schema", text)
+    if isinstance(schema, TypedSchema):
+        return schema
     checked: dict[str, Any] = json.loads(text)
     return checked
 
@@ -484,20 +490,20 @@ def _checked_schema(schema: object) -> dict[str, Any] | None:
 def _check_constraints(given: Mapping[str, object]) -> None:
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise RequestError(f"{names[0]} and {names[1]} were given: an answer can follow one.")
+        raise RequestError(f"`{names[0]}` and `{names[1]}` were given: an answer can follow one.")
     for name in ("regex", "grammar"):
         value = given[name]
         if value is None:
             continue
         if not (isinstance(value, str) and value):
-            raise RequestError(f"{name} must be text that is not empty, not {shown(value)}.")
+            raise RequestError(f"`{name}` must be text that is not empty, not {shown(value)}.")
         _check_length(name, value)
 
 
 def _check_length(name: str, text: str) -> None:
     most = CONSTRAINTS[name]
     if len(text) > most:
-        raise RequestError(f"{name} must have at most {most:,} characters, not {len(text):,}.")
+        raise RequestError(f"`{name}` must have at most {most:,} characters, not {len(text):,}.")
 
 
 # The filters: scores [vocab] in, scores [vocab] out, -inf for what does not survive.

@@ -1,5 +1,9 @@
 """The errors of infer. Each message says what was wrong and what to do.
 
+A message is written with what users choose by a name in backticks, such as `context` or
+`kv_dtype="f32"`: str() has the keyword of Python, without the backticks, and the command line has
+its option (`named`).
+
 InferError
 ├── DeviceError            no adapter, or a lost device
 │   ├── UnknownDeviceError no adapter, or no WebGPU library, of that name (a RequestError, too)
@@ -16,8 +20,38 @@ InferError
 └── ClosedError            a closed LLM or stream was used
 """
 
+import re
+from collections.abc import Mapping
+from typing import ClassVar, NoReturn
 
-class InferError(Exception):
+_NAMED = re.compile(r"`(\w+)(?:=([^`]*))?`")
+
+
+def named(marked: str, options: Mapping[str, str] | None = None) -> str:
+    """A message whose names in backticks are those of Python, or, where `options` have one by that
+    name, the option of a command: --context, or --kv-dtype f32."""
+
+    def name(found: re.Match[str]) -> str:
+        option, value = (options or {}).get(found[1]), found[2]
+        if option is None:
+            return found[0].strip("`")
+        if value is None or value == "True":
+            return option
+        return f"{option} {value.strip(chr(34))}"
+
+    return _NAMED.sub(name, marked)
+
+
+class _Marked:
+    """marked: the message as it was written, with backticks."""
+
+    def __init__(self, message: object = "") -> None:
+        self.marked = str(message)
+        plain = named(message) if isinstance(message, str) else message
+        super().__init__(plain)  # type: ignore[call-arg]
+
+
+class InferError(_Marked, Exception):
     """Base of every error that infer raises on purpose."""
 
 
@@ -73,6 +107,19 @@ class ClosedError(InferError):
     """A closed LLM, device or stream was used."""
 
 
-class InferWarning(UserWarning):
+class Uncopied:
+    """What holds memory of a GPU. To copy, pickle or send it raises InferError. instead: what to do
+    in place of that."""
+
+    instead: ClassVar[str]
+
+    def __reduce__(self) -> NoReturn:
+        raise InferError(
+            f"This {type(self).__name__} can be neither copied nor sent to another process: memory "
+            f"of a GPU belongs to one object in one process. {self.instead}"
+        )
+
+
+class InferWarning(_Marked, UserWarning):
     """A model asks for something that changes its answers and is not implemented, or its chat
     template leaves out a part of a chat."""

@@ -122,6 +122,11 @@ class FakeAnswer:
         self.result = Result("ab", [1, 2, 3], "stop", None, prompt_tokens=3)
         self.pieces = iter([Chunk("a", 1), Chunk("", 2), Chunk("b", 3)])
 
+    @property
+    def so_far(self) -> Result:
+        """As an AsyncStream has it."""
+        return self.result
+
     def __aiter__(self) -> FakeAnswer:
         return self
 

@@ -110,7 +110,7 @@ def test_a_stream_that_ends_early_frees_its_row(llm: LLM, expected: list[str], e
 
     async def main() -> None:
         stream, begun = llm.astream("Once upon a time"), asyncio.Event()
-        result = stream.result
+        result = stream.so_far
         beside = asyncio.create_task(text_of(llm, PROMPTS[0]))
         if end == "cancel":
             task = asyncio.create_task(some(stream, begun))

@@ -238,7 +238,7 @@ def test_a_wrong_call_is_told_what_is_right(
 WRONG = [None, True, -1, 2.5, b"a", {"a": 1}, {1}, object(), [None], [[]], [{}], "\ud83d"]
 
 
-@pytest.mark.parametrize("value", WRONG, ids=repr)
+@pytest.mark.parametrize("value", WRONG, ids=lambda value: ascii(value).partition(" at 0x")[0])
 def test_no_value_is_a_bare_error(llm: LLM, value: Any) -> None:
     """Whatever is given to whatever takes something: it is served, or refused by an InferError."""
 

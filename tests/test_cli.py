@@ -458,9 +458,9 @@ def test_ctrl_c_keeps_what_was_generated(environment: dict[str, str], tmp_path: 
         infer.load(folder, context=LONG, max_batch=1) as llm,
         llm.stream(chat(PROMPT), logit_bias={2: -100, 3: -100}) as stream,
     ):
-        while len(stream.result.text) < len(text) - 1:
+        while len(stream.so_far.text) < len(text) - 1:
             next(stream)
-        assert stream.result.text == text[:-1]
+        assert stream.so_far.text == text[:-1]
     assert "finish reason cancelled" in errors
     assert "Traceback" not in errors
 
@@ -820,26 +820,26 @@ def test_bad_models(case: str, tmp_path: Path) -> None:
         (("-p", "x", "--dtype", "f16", "--quantize", "q4"), "Give one of the two"),
         (
             ("-p", "x", "--temperature", "-1"),
-            "temperature must be a number from 0 (greedy) to 100, not -1.",
+            "--temperature must be a number from 0 (greedy) to 100, not -1.",
         ),
-        (("-p", "x", "--temperature", "nan"), "temperature must be a number from 0"),
-        (("-p", "x", "--top-k", "-1"), "top_k must be an integer from 0"),
-        (("-p", "x", "--top-p", "1.5"), "top_p must be a number from 0 to 1"),
-        (("-p", "x", "--min-p", "2"), "min_p must be a number from 0"),
-        (("-p", "x", "--repetition-penalty", "0"), "repetition_penalty must be"),
-        (("-p", "x", "--presence-penalty", "3"), "presence_penalty must be"),
-        (("-p", "x", "--frequency-penalty", "-3"), "frequency_penalty must be"),
+        (("-p", "x", "--temperature", "nan"), "--temperature must be a number from 0"),
+        (("-p", "x", "--top-k", "-1"), "--top-k must be an integer from 0"),
+        (("-p", "x", "--top-p", "1.5"), "--top-p must be a number from 0 to 1"),
+        (("-p", "x", "--min-p", "2"), "--min-p must be a number from 0"),
+        (("-p", "x", "--repetition-penalty", "0"), "--repetition-penalty must be"),
+        (("-p", "x", "--presence-penalty", "3"), "--presence-penalty must be"),
+        (("-p", "x", "--frequency-penalty", "-3"), "--frequency-penalty must be"),
         (
             ("-p", "x", "--logit-bias", "5=101"),
             "numbers up to 100, or -inf to forbid one, not 5 to 101.0",
         ),
-        (("-p", "x", "--seed", "-1"), "seed must be an integer"),
-        (("-p", "x", "--max-tokens", "0"), "max_tokens must be an integer from 1 up"),
-        (("-p", "x", "--stop", ""), "stop must be a string or a list of strings, none empty"),
+        (("-p", "x", "--seed", "-1"), "--seed must be an integer"),
+        (("-p", "x", "--max-tokens", "0"), "--max-tokens must be an integer from 1 up"),
+        (("-p", "x", "--stop", ""), "--stop must be a string or a list of strings, none empty"),
+        (("-p", "x", "--json", "--logprobs", "21"), "--logprobs must be an integer from 0 to 20"),
         (("-p", "x", "--schema", "/none"), "/none cannot be read: No such file"),
         (("-p", "x", "--adapter", "/none"), "There is no folder /none"),
         (("--file", "/none"), "/none cannot be read: No such file"),
-        (("-p", "x", "--json", "--logprobs", "21"), "logprobs must be an integer from 0 to 20"),
     ],
 )
 def test_bad_values(flags: tuple[str, ...], message: str) -> None:

@@ -312,7 +312,7 @@ def test_openais_batch_lines_go_on_after_an_interrupt(
         ({"method": "GET"}, "method must be POST, not 'GET'."),
         ({"url": "/v1/moderations"}, "url must be one of /v1/chat/completions, "),
         ({"body": None}, "body must be an object, not None."),
-        ({"body": {}}, "missing required field `messages`"),
+        ({"body": {}}, "missing required field messages"),
         ({"body": {"messages": [{}], "top_p": 2}}, "top_p must be a number from 0 to 1"),
         ({"body": {"messages": [{}], "stream": True}}, "stream must be false"),
         (

@@ -441,12 +441,14 @@ def test_a_draft_model_fits(tmp_path: Path) -> None:
 def test_ways_that_do_not_go_together() -> None:
     for way in ("off", "lookup"):
         told = refusal(draft="demo-draft", speculate=way)
-        assert told.startswith(f"speculate is {way}, and a draft model (demo-draft) is given")
+        assert told.startswith(f'speculate="{way}" is given, and a draft model (demo-draft), which')
     assert "no model to draft with" in refusal(speculate="draft")
     assert "draft_quantize must be one of q8, q4, not 'q2'" in refusal(
         draft="demo-draft", draft_quantize="q2"
     )
-    assert "draft_quantize is q4, and there is no draft model" in refusal(draft_quantize="q4")
+    assert 'draft_quantize="q4" is given, and there is no draft model' in refusal(
+        draft_quantize="q4"
+    )
 
 
 # How many

@@ -532,7 +532,7 @@ def test_gguf_models_in_the_cache(session: dict[str, Any], tmp_path: Path) -> No
         assert outcome["path"] == online["path"]
         assert outcome["revision"] == online["revision"]
     assert several["message"].endswith("Give one: org/gguf:Q8_0, org/gguf:Q4_K_M.")
-    assert re.search("--offline uses, has no GGUF model Q5_K_M", missing["message"])
+    assert re.search("offline=True uses, has no GGUF model Q5_K_M", missing["message"])
     (home / "hub/models--org--gguf/snapshots" / MAIN / WANTED["org/gguf"][2]).unlink()
     # Without a network, but not told so: what is there is taken, all else needs the hub.
     whole, cut, missing = resolve_all("http://127.0.0.1:9", home, [GGUF[0], GGUF[1], calls[1]])

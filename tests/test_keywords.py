@@ -32,7 +32,8 @@ def keyword_types(function: Any) -> dict[str, Any]:
     """The types of what a function takes by name alone."""
     parameters = signature(function).parameters.values()
     hints = get_type_hints(function)
-    return {p.name: hints[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY}
+    named = (p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    return {name: hints[name] for name in named if name in hints}  # else it is one of the options
 
 
 def test_options_of_answers_are_those_of_stream() -> None:
@@ -51,6 +52,31 @@ def test_options_of_both_are_those_of_load_and_stream() -> None:
     assert set(keywords.LOAD_NAMES) == set(loading)
     answers = get_type_hints(AnswerOptions) | {"adapter": loading["adapter"]}
     assert both == answers | get_type_hints(LoadOptions)
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (infer.LLM.generate, AnswerOptions),
+        (infer.LLM.chat, AnswerOptions),
+        (infer.LLM.stream, AnswerOptions),
+        (infer.LLM.agenerate, AnswerOptions),
+        (infer.LLM.astream, AnswerOptions),
+        (infer.generate, Options),
+        (infer.stream, Options),
+    ],
+)
+def test_signatures_name_all_options_for_completion(function: Any, options: Any) -> None:
+    parameters = signature(function).parameters
+    assert options.__optional_keys__ <= parameters.keys()
+    assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
+    assert parameters["temperature"].annotation == "float | None"
+
+
+def test_the_module_lists_its_public_names_alone() -> None:
+    import infer.kernels.gpu.device  # which becomes an attribute of the module
+
+    assert set(dir(infer)) == {*infer.__all__, "__version__"}
 
 
 PROGRAM = """

@@ -247,8 +247,8 @@ def test_text_is_streamed_as_it_comes(llm: LLM) -> None:
     seen = ""
     for chunk in stream:
         seen += chunk.text
-        assert stream.result.text == seen
-        assert stream.result.finish_reason == "cancelled" or chunk.token_id is None
+        assert stream.so_far.text == seen
+        assert stream.so_far.finish_reason == "cancelled" or chunk.token_id is None
     assert stream.result.finish_reason == "length"
 
 
@@ -673,7 +673,7 @@ def test_a_stream_that_has_not_begun_takes_nothing(llm: LLM) -> None:
 @pytest.mark.parametrize("end", ["close", "drop", "with"])
 def test_an_abandoned_stream_frees_the_model(llm: LLM, end: str) -> None:
     stream = llm.stream(COUNT)
-    result = stream.result
+    result = stream.so_far
     first = next(stream)
     if end == "close":
         stream.close()
@@ -984,7 +984,7 @@ def test_two_models_at_once(llm: LLM) -> None:
     with infer.load(DEMO, context=200) as other:
         streams = [llm.stream(COUNT), other.stream(COUNT)]
         texts = ["", ""]
-        while any(stream.result.finish_reason == "cancelled" for stream in streams):
+        while any(stream.so_far.finish_reason == "cancelled" for stream in streams):
             for i, stream in enumerate(streams):
                 texts[i] += next(stream, infer.Chunk("", None)).text
     assert texts == [COUNTED, COUNTED]

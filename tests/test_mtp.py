@@ -326,5 +326,5 @@ def test_what_has_no_such_layer_is_refused() -> None:
         infer.load("demo", speculate="mtp")
     with pytest.raises(UnsupportedError, match="demo has no layer that predicts further tokens"):
         inspect_model("demo", speculate="mtp")
-    with pytest.raises(RequestError, match="speculate is mtp, and a draft model"):
+    with pytest.raises(RequestError, match='speculate="mtp" is given, and a draft model'):
         infer.load("demo", speculate="mtp", draft="demo-draft")

@@ -882,8 +882,8 @@ def test_a_model_that_cannot_be_loaded_is_no_fault_of_who_asked(
 
 def test_options_of_several_models_are_checked_at_the_start() -> None:
     for flags, message in (
-        ("--max-batch 0", "max_batch must be a positive integer"),
-        ("--context 0", "context must be a positive integer"),
+        ("--max-batch 0", "--max-batch must be a positive integer"),
+        ("--context 0", "--context must be a positive integer"),
         ("--speculate draft", "no model to draft with"),
         ("--dtype f16 --quantize q4", "Give one of the two"),
     ):

@@ -81,8 +81,8 @@ class Model:
                     if chunk.text:
                         yield Piece(chunk.text)
             finally:
-                self.tokens = stream.result.completion_tokens
-                self.finish_reason = stream.result.finish_reason
+                self.tokens = stream.so_far.completion_tokens
+                self.finish_reason = stream.so_far.finish_reason
 
     def count(self, messages: Messages) -> tuple[int, int]:
         args = self.template_args | {"add_generation_prompt": False}

@@ -540,7 +540,7 @@ def run(
             with stream:
                 with progress:
                     of_kernels = partial(progress.loading, "kernels")
-                    llm.engine.warm_up(stream.result.prompt_tokens, params, of_kernels)
+                    llm.engine.warm_up(stream.so_far.prompt_tokens, params, of_kernels)
                 loading = report.Loading(time.perf_counter() - begin, progress.waiting)
                 if verbose:
                     note(report.load_details(llm, params, loading))
@@ -598,11 +598,11 @@ def generate(stream: Stream, *, streamed: bool, quiet: bool = False) -> Result:
                 written += len(chunk.text)
     except KeyboardInterrupt:
         if streamed:
-            write(stream.result.text[written:])
+            write(stream.so_far.text[written:])
     finally:
         if streamed:
             write("\n")
-    return stream.result
+    return stream.so_far
 
 
 app.command(

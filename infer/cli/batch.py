@@ -172,9 +172,9 @@ def answer_all(
     progress = Progress(len(left))
     written = Written(answers, [request.id for request in left], progress)
     most = 2 * llm.engine.options.max_batch
-    # By place in `left`, and in its order: the samples that go on, each with its number and seed,
-    # and those that have ended.
-    opened: dict[int, dict[Stream, tuple[int, int | None]]] = {}
+    # By place in `left`, and in its order: the samples that go on, each with its number, and those
+    # that have ended.
+    opened: dict[int, dict[Stream, int]] = {}
     ended: dict[int, dict[int, dict[str, Any]]] = {}
     begun = 0
 
@@ -186,7 +186,7 @@ def answer_all(
         params = request.params.resolved(llm.defaults)
         for i, (each, options) in enumerate(samples(prompt, request.n, {"params": params})):
             stream = llm.stream(each, template_args=template_args, **options)
-            opened[place][stream] = i, options["params"].seed
+            opened[place][stream] = i
             stream._begin()
 
     def end(place: int, answer: dict[str, Any]) -> None:
@@ -207,14 +207,16 @@ def answer_all(
             waits = True
             for place, streams in list(opened.items()):
                 try:
-                    for stream, (i, seed) in list(streams.items()):
+                    for stream, i in list(streams.items()):
                         try:
                             while waits or stream._is_ready():
                                 waits = False
                                 progress.tokens += next(stream).token_id is not None
                         except StopIteration:
                             del streams[stream]
-                            ended[place][i] = answer_json(stream.result) | {"seed": seed}
+                            ended[place][i] = answer_json(stream.result) | {
+                                "seed": stream.result.seed
+                            }
                             # Of all samples it is computed once.
                             progress.prompt_tokens += 0 if i else stream.result.prompt_tokens
                     if not streams:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from infer.cli.terminal import OPTIONS
 from infer.foreign import shown
 from infer.progress import parse_size
 
@@ -50,6 +51,10 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _tidied(super().get_params(ctx))
+
+    def invoke(self, ctx: Any) -> Any:
+        OPTIONS.set({p.name or "": p.opts[0] for p in self.params if p.opts[0].startswith("--")})
+        return super().invoke(ctx)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [p.metavar or "" for p in self.params if p.param_type_name == "argument"]

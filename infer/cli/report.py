@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from infer.cli.terminal import quiet, table
+from infer.cli.terminal import in_options, quiet, table
 from infer.inspection import Inspection
 from infer.kernels.errors import InferError
 from infer.kernels.gpu.adapters import (
@@ -232,7 +232,10 @@ class ModelReport:
 
     def json(self) -> dict[str, Any]:
         adapter = self.model.adapter
-        return vars(self.model) | {"adapter": None if adapter is None else adapter_json(adapter)}
+        return vars(self.model) | {
+            "adapter": None if adapter is None else adapter_json(adapter),
+            "verdict": in_options(self.model.verdict),
+        }
 
     def text(self) -> str:
         m = self.model
@@ -264,7 +267,7 @@ class ModelReport:
                 "context": f"{m.context:,} tokens; the model's maximum is {m.max_context:,}",
                 "adapter": m.adapter.name if m.adapter else "none",
                 **({} if m.products is None else {"products": _products(m.products)}),
-                "fits": f"{fits}: {m.verdict}",
+                "fits": f"{fits}: {in_options(m.verdict)}",
             }
         )
 

@@ -14,14 +14,22 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TextIO
 
 import typer
 
 from infer import progress
 from infer.foreign import reason, shown
-from infer.kernels.errors import InferError, InferWarning, ModelNotFoundError, RequestError
+from infer.kernels.errors import (
+    InferError,
+    InferWarning,
+    ModelNotFoundError,
+    RequestError,
+    named,
+)
 from infer.progress import columns, discard, is_terminal, visible, write_note
 
 # What a shell reports for a program that SIGINT, or SIGPIPE, has ended: 128 + the signal's number.
@@ -47,7 +55,7 @@ def exit_codes(verbose: bool = False) -> Iterator[None]:
     except (InferError, OSError) as error:
         if verbose:
             write_note(visible(traceback.format_exc()))
-        note(f"error: {error if isinstance(error, InferError) else of_system(error)}")
+        note(f"error: {in_options(error) if isinstance(error, InferError) else of_system(error)}")
         wrong = isinstance(error, RequestError | ModelNotFoundError)
         raise typer.Exit(2 if wrong else 1) from None
     except KeyboardInterrupt:
@@ -55,6 +63,15 @@ def exit_codes(verbose: bool = False) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
     if progress.note_lost:
         raise typer.Exit(1)
+
+
+OPTIONS = ContextVar[Mapping[str, str]]("OPTIONS", default=MappingProxyType({}))
+"""The options of the command that runs, by the names of their values in Python."""
+
+
+def in_options(said: object) -> str:
+    """An error or a warning, in which what users choose has the name of its option."""
+    return named(getattr(said, "marked", str(said)), OPTIONS.get())
 
 
 def of_system(error: OSError) -> str:
@@ -258,7 +275,7 @@ def warnings_as_notes(quiet: bool, told: set[str] | None = None) -> Iterator[Non
             warnings.showwarning(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-        elif not quiet and (text := str(warning.message)) not in told:
+        elif not quiet and (text := in_options(warning.message)) not in told:
             told.add(text)
             note(f"note: {text}")
 

@@ -49,7 +49,7 @@ def schema_error(schema: Mapping[str, Any]) -> str | None:
         from llguidance import LLMatcher
     except ImportError:
         return None
-    with foreign("schema cannot be followed", RequestError):
+    with foreign("`schema` cannot be followed", RequestError):
         if (error := _unusable(schema)) is not None:  # first: some of it would end the process
             return error
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
@@ -223,10 +223,10 @@ def lark_of(grammar: str) -> str:
         return grammar
     if len(grammar) > _MOST_GBNF:
         raise RequestError(
-            f"grammar must have at most {_MOST_GBNF:,} characters in GBNF, not {len(grammar):,}. "
+            f"`grammar` must have at most {_MOST_GBNF:,} characters in GBNF, not {len(grammar):,}. "
             "Write it in Lark."
         )
-    with foreign("grammar cannot be followed", RequestError):
+    with foreign("`grammar` cannot be followed", RequestError):
         return str(gbnf_to_lark.gbnf_to_lark(grammar))
 
 
@@ -443,7 +443,7 @@ class _Grammars:
     def matcher(self, name: str, params: SamplingParams) -> LLMatcher:
         """The matcher, at its beginning, of the parameter with that name. Raises RequestError for
         what the library does not know."""
-        with foreign(f"{name} cannot be followed", RequestError):  # nested too deeply, no Unicode
+        with foreign(f"`{name}` cannot be followed", RequestError):  # nested too deeply, no Unicode
             source = self._source(params)
         return self._beginning(name, source).deep_copy()
 
@@ -465,7 +465,7 @@ class _Grammars:
 
     def _new_beginning(self, name: str, source: str) -> LLMatcher:
         """The matcher at the beginning of every answer with the same constraint."""
-        with foreign(f"{name} cannot be followed", RequestError):
+        with foreign(f"`{name}` cannot be followed", RequestError):
             matcher: LLMatcher = self._matcher(
                 self._tokenizer, source, log_level=0, limits=self._limits
             )

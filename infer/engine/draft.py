@@ -89,7 +89,7 @@ def check_draft(draft: Decoder, draft_name: str, model: Decoder, name: str, cont
     if context > own.max_position_embeddings and own.rope.kind != "dynamic":
         raise RequestError(
             f"{draft_name} has positions up to {own.max_position_embeddings}, and a context of "
-            f"{context} was asked for. Ask for a smaller one (--context), or give another draft "
+            f"{context} was asked for. Ask for a smaller `context`, or give another draft "
             "model."
         )
 

@@ -343,12 +343,17 @@ class Engine(TokenEngine):
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
-        new = sum(not answer.cancelled for answer in list(self._inbox))
-        running = len(scheduler.running) + len(scheduler.prefilling)
         memory = self.device.memory_stats()
-        waiting = len(scheduler.waiting) + new
+        running = self._wanted([*scheduler.running, *scheduler.prefilling])
+        new = sum(not answer.cancelled for answer in list(self._inbox))
+        waiting = self._wanted(list(scheduler.waiting)) + new
         counts = scheduler.preemptions, *self.verification.counts
         return EngineStats(memory, self.pool.stats, running, waiting, *counts)
+
+    def _wanted(self, sequences: Sequence[scheduler.Sequence]) -> int:
+        """How many of them somebody still waits for: what is cancelled ends at the next step."""
+        answers = [self._answers.get(sequence) for sequence in sequences]
+        return sum(not (a is None or a.cancelled or a.ended) for a in answers)
 
     def close(self) -> None:
         with self.turn():
@@ -607,7 +612,7 @@ class Engine(TokenEngine):
             elif token == INVALID_TOKEN:
                 raise ModelError(
                     "The model's logits are not finite: its weights may be damaged, or its values "
-                    "too large for the KV cache's f16 (load it with kv_dtype f32)."
+                    'too large for the KV cache\'s f16 (load it with `kv_dtype="f32"`).'
                 )
             assert token != NO_TOKEN
             own = answer.logprobs(token, logits, ranked)

@@ -55,23 +55,23 @@ class EngineOptions:
             if value is None and name == "cache_positions":
                 continue
             if type(value) is not int or value < 1:
-                raise RequestError(f"{name} must be a positive integer, not {shown(value)}.")
+                raise RequestError(f"`{name}` must be a positive integer, not {shown(value)}.")
         if self.max_batch > MAX_BATCH:
-            raise RequestError(f"max_batch must be at most {MAX_BATCH}, not {self.max_batch}.")
+            raise RequestError(f"`max_batch` must be at most {MAX_BATCH}, not {self.max_batch}.")
         if self.cache_positions is not None and self.cache_positions < self.context:
             raise RequestError(
                 f"A cache of {self.cache_positions:,} positions for all answers together has no "
                 f"room for one with a context of {self.context:,}. Ask for a larger cache, or a "
-                "smaller context (--context)."
+                "smaller `context`."
             )
         for name in ("fuse", "raw", "invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(
-                    f"{name} must be true or false, not {shown(getattr(self, name))}."
+                    f"`{name}` must be true or false, not {shown(getattr(self, name))}."
                 )
         if self.speculate not in WAYS:
             raise RequestError(
-                f"speculate is one of {', '.join(WAYS)}, not {shown(self.speculate)}."
+                f"`speculate` is one of {', '.join(WAYS)}, not {shown(self.speculate)}."
             )
 
     @property

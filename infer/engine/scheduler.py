@@ -186,7 +186,7 @@ class Scheduler:
         if sequence.prompt_tokens + min(sequence.limit, 1) > room:
             raise RequestError(
                 f"The prompt has {sequence.prompt_tokens} tokens, and the context holds {room}, "
-                "the answer included. Shorten the prompt or raise the context (--context)."
+                "the answer included. Shorten the prompt or take a larger `context`."
             )
         sequence.limit = min(sequence.limit, room - sequence.prompt_tokens)
         sequence.rank = self._added - AGEING * sequence.priority, self._added

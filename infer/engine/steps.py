@@ -197,7 +197,7 @@ class Steps:
             raise OutOfMemoryError(
                 f"Steps of {max(most_rows)} rows need a buffer of {largest:,} bytes; one binding "
                 f"of this GPU holds {device.limits.max_binding:,}. Ask for fewer answers at once "
-                f"(max_batch){' or a smaller context' if invariant else ''}."
+                f"(`max_batch`){' or a smaller `context`' if invariant else ''}."
             )
         self.arena = Arena(device)
         self.arena.reserve([max(same) for same in zip_longest(*sizes, fillvalue=0)])

@@ -259,6 +259,6 @@ def _pooled(text: Embedding, engine: TextEngine) -> NDArray[np.float64]:
     if not np.isfinite(text.pooled).all():
         raise ModelError(
             "The model's hidden states are not finite: its weights may be damaged, or its "
-            "values too large for the KV cache's f16 (load it with kv_dtype f32)."
+            'values too large for the KV cache\'s f16 (load it with `kv_dtype="f32"`).'
         )
     return text.pooled

@@ -144,7 +144,7 @@ class TokenEngine(ABC):
         if len(prompt_ids) + room > self.context:
             raise RequestError(
                 f"The prompt has {len(prompt_ids)} tokens, and the context holds {self.context}, "
-                "the answer included. Shorten the prompt or raise the context (--context)."
+                "the answer included. Shorten the prompt or take a larger `context`."
             )
 
     def check_adapter(self, adapter: str | None) -> None:

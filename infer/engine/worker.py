@@ -134,7 +134,7 @@ class _Worker:
         for w in caught:
             if w not in ours:
                 warnings.showwarning(w.message, w.category, w.filename, w.lineno)
-        return llm, tuple(str(w.message) for w in ours)
+        return llm, tuple(getattr(w.message, "marked", str(w.message)) for w in ours)
 
     def _receive(self) -> None:
         with suppress(EOFError):

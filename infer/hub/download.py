@@ -151,7 +151,7 @@ class Repository:
         at = f" at revision {self.revision!r}" if self.revision else ""
         return ModelNotFoundError(
             f"{self.id} is not in the cache{at} ({self.folder.parent}). Run it once without "
-            "--offline, and without HF_HUB_OFFLINE."
+            "`offline=True`, and without HF_HUB_OFFLINE."
         )
 
     def remember(self, commit: str) -> None:

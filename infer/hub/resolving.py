@@ -321,7 +321,7 @@ def _check_folder(folder: Path) -> Path:
         base = RawConfig.open(folder, ADAPTER_CONFIG).get("base_model_name_or_path", None, str)
         raise ModelNotFoundError(
             f"{folder} is a LoRA adapter. Give the model that it was made for, "
-            f"{base or 'which it does not name'}, and the adapter beside it (--adapter {folder})."
+            f'{base or "which it does not name"}, and beside it `adapter="{folder}"`.'
         )
     if "config.json" not in names and not (lacks_weights and any(map(_is_gguf, names))):
         raise ModelNotFoundError(
@@ -339,12 +339,14 @@ def _find_in_cache(repository: Repository, model: re.Match[str]) -> ResolvedMode
     if (folder := repository.cached()) is None:
         raise repository.not_cached()
     names = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
-    file = _choose_gguf(model, names, f"The cached snapshot of {repo}, all that --offline uses,")
+    file = _choose_gguf(
+        model, names, f"The cached snapshot of {repo}, all that `offline=True` uses,"
+    )
     lacking = sorted({*gguf_parts(file)} - {*names}) if file else lacking_files(folder)
     if lacking:
         raise ModelNotFoundError(
             f"The cached snapshot of {repo} is incomplete: it lacks {listed(lacking)}. Run it once "
-            "without --offline."
+            "without `offline=True`."
         )
     return ResolvedModel(folder / file, model[0], folder.name)
 

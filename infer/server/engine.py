@@ -245,7 +245,7 @@ class _Answer:
 
     @property
     def result(self) -> Result:
-        return self._stream.result
+        return self._stream.so_far
 
     def __aiter__(self) -> _Answer:
         return self

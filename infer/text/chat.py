@@ -77,7 +77,7 @@ def own_template(given: str | Path) -> str:
             raise RequestError(f"The chat template {what} cannot be read: {text}.") from error
     else:
         raise RequestError(
-            f"chat_template must be a chat template's file or its source, not {shown(given)}."
+            f"`chat_template` must be a chat template's file or its source, not {shown(given)}."
         )
     from infer.text.template import reads  # Jinja
 

@@ -86,6 +86,11 @@ class Tokenizer:
             i for i in byte_ids if i is not None and b'"ByteFallback"' in decoder
         )
 
+    def __repr__(self) -> str:
+        templates = len(self.templates)
+        chats = "no chat template" if not templates else f"chat templates: {templates}"
+        return f"<Tokenizer: {self._backend.get_vocab_size():,} tokens, {chats}>"
+
     def difference(self, other: "Tokenizer") -> tuple[int, str, str] | None:
         """The first token that both have and that is not the same: its id, its text here and in the
         other; None where they agree."""

@@ -35,9 +35,9 @@ class ToolCallDelta:
 @dataclass
 class ToolCall:
     """arguments: JSON, as the model wrote it: an object, unless it made a mistake or a stop string
-    ended it."""
+    ended it. id: a random one. Calls that differ in it alone are equal."""
 
-    id: str
+    id: str = field(compare=False)
     name: str
     arguments: str = ""
 

@@ -47,12 +47,13 @@ class AdapterInfo:
     name: str
     kind: str
     backend: str
-    driver: str
-    features: frozenset[str]
-    limits: dict[str, int]
+    # What is long is not shown.
+    driver: str = field(repr=False)
+    features: frozenset[str] = field(repr=False)
+    limits: dict[str, int] = field(repr=False)
     webgpu: str = DEFAULT
-    matrices: tuple[MatrixShape, ...] = ()
-    uuid: str | None = None
+    matrices: tuple[MatrixShape, ...] = field(repr=False, default=())
+    uuid: str | None = field(repr=False, default=None)
     handle: Any = field(repr=False, compare=False, default=None)
 
     @property
@@ -210,7 +211,7 @@ def _choose(selector: str | int | None, webgpu: str | None) -> AdapterInfo:
         others = [] if name == DEFAULT else list_adapters(DEFAULT)
         if others:
             raise DeviceError(
-                f"{not_accepted(name, others)} Or take {DEFAULT} (--webgpu, or the variable "
+                f"{not_accepted(name, others)} Or take {DEFAULT} (`webgpu`, or the variable "
                 f"{VARIABLE})."
             )
         raise DeviceError(f"No GPU adapter was found. {INSTALL_HINT}")

@@ -20,6 +20,7 @@ from infer.kernels.errors import (
     OutOfMemoryError,
     RequestError,
     ShaderError,
+    Uncopied,
 )
 from infer.kernels.gpu.adapters import AdapterInfo, check_process, choose_adapter, is_forked
 from infer.kernels.gpu.multiprocessors import multiprocessors
@@ -142,8 +143,10 @@ class MemoryStats:
     misses: int
 
 
-class Device:
+class Device(Uncopied):
     """One open adapter. Close it, or use it in `with`; its buffers go with it."""
+
+    instead = "Let threads share it as it is, or call Device.open() in the other process."
 
     def __init__(self, adapter: AdapterInfo, settings: Settings | None = None) -> None:
         if not isinstance(settings, Settings | None):
@@ -530,6 +533,10 @@ class Device:
         self._pipelines.clear()
         self.handle.destroy()
 
+    def __repr__(self) -> str:
+        used = f"{self._allocated / 2**20:.1f} MiB in use"
+        return f"<{type(self).__name__} {self.adapter}: {'closed' if self.closed else used}>"
+
     def __enter__(self) -> Device:
         return self
 
@@ -553,6 +560,9 @@ class DryDevice(Device):
         self.software = adapter is not None and adapter.kind == "software"
         self.multiprocessors = multiprocessors(adapter)
         self.allocated = 0
+
+    def __repr__(self) -> str:
+        return f"<DryDevice: {self.allocated:,} bytes counted>"
 
     def buffer(self, nbytes: int, usage: str = "storage", label: str = "") -> Buffer:
         nbytes = max(16, -(-nbytes // 16) * 16)

@@ -78,7 +78,7 @@ class Quantizer:
             shown = ", ".join(faulty[:10]) + (", …" if len(faulty) > 10 else "")
             raise CheckpointError(
                 f"Values that are infinite, not numbers or too large cannot be quantised: {shown}. "
-                "Load the model without --quantize, or download it again if it is damaged."
+                "Load the model without `quantize`, or download it again if it is damaged."
             )
 
     def __enter__(self) -> Quantizer:

@@ -188,7 +188,7 @@ def allocate(
         if per_shard == 0:
             raise UnsupportedError(
                 f"An expert of {label or 'a layer'}, {unit * stride:,} bytes in {dtype}, is larger "
-                "than one binding of this device. Take another device (--device)."
+                "than one binding of this device. Take another `device`."
             )
     buffers: list[Buffer] = []
 

@@ -169,8 +169,8 @@ class Attention(Maker):
         if loop_passes(-(-self._seen() // lanes)) > low.tuning.loop_passes // 2:
             raise ShaderError(
                 f"A context of {scores_stride} positions is more than this software adapter can "
-                "attend to without subgroups. Ask for a smaller one (--context), or take another "
-                "adapter (--device)."
+                "attend to without subgroups. Ask for a smaller `context`, or take another "
+                "`device`."
             )
         scores = Scratch(4 * low.kind.rows * n_heads * scores_stride)
         probabilities = Scratch(scores.nbytes)

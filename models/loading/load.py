@@ -302,7 +302,7 @@ class _Floats:
         if overflow.any():
             raise CheckpointError(
                 f"{self.part.tensor.name} has the value {exact[overflow][0]:g}, too large for "
-                f"{target}. Load the model in another dtype: bf16 or f32."
+                f"{target}. Load the model with another `dtype`: bf16 or f32."
             )
         return rounded
 

@@ -189,7 +189,7 @@ def plan_weights(
     if packed and dtype is not None:
         raise UnsupportedError(
             f"{checkpoint.folder} is quantised already ({checkpoint.format}): its weights are not "
-            f"converted to {dtype}. Leave out --dtype and --quantize."
+            f"converted to {dtype}. Leave out `dtype` and `quantize`."
         )
     weights = []
     for spec, sources in found:

@@ -41,7 +41,7 @@ def library(name: str | None = None) -> Library:
 def _load(name: str) -> Library:
     if name not in _MODULES:
         raise UnknownDeviceError(
-            f"No WebGPU library is called {name!r}. Give {' or '.join(_MODULES)} (--webgpu, or the "
+            f"No WebGPU library is called {name!r}. Give {' or '.join(_MODULES)} (`webgpu`, or the "
             f"variable {VARIABLE})."
         )
     try:
@@ -50,6 +50,6 @@ def _load(name: str) -> Library:
         raise DeviceError(
             f"The WebGPU library {name} cannot be loaded ({error}). Install it: pip install "
             f"'infer-wgpu[{name}]', or in a checkout pip install '.[{name}]'. Or take {DEFAULT} "
-            f"(--webgpu, or the variable {VARIABLE})."
+            f"(`webgpu`, or the variable {VARIABLE})."
         ) from error
     return found
