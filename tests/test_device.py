@@ -148,7 +148,7 @@ def test_a_library_that_accepts_no_adapter_says_which_one_does(
     assert str(caught.value) == (
         "dawn does not accept llvmpipe (LLVM 15) (driver Mesa 22.3.6 (LLVM 15)): it wants newer "
         "drivers than wgpu-native. Update the driver. Mesa 25 is known to be new enough, 22.3 is "
-        "not. Or take wgpu-native (--webgpu, or the variable INFER_WEBGPU)."
+        "not. Or take wgpu-native (webgpu, or the variable INFER_WEBGPU)."
     )
     found["wgpu-native"] = []
     with pytest.raises(DeviceError, match=r"No GPU adapter was found.*mesa-vulkan-drivers"):
