@@ -714,7 +714,7 @@ def test_a_schema_in_a_file(llm: LLM, tmp_path: Path, monkeypatch: pytest.Monkey
     texts = {answer["id"]: answer["text"] for answer in map(json.loads, answers)}
     assert json.loads(texts[1]) in (["a"], ["b"])
     assert texts[2] == "xxx"
-    for content, message in (("{", "is not JSON"), ("[]", "no JSON schema"), (NOT, '"not"')):
+    for content, message in (("{", "is not JSON"), ("[]", "not a JSON schema"), (NOT, '"not"')):
         wrong.write_text(content)
         result = run("Hi", "--schema", wrong)
         assert result.exit_code == 2

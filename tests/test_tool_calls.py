@@ -612,7 +612,7 @@ def test_arguments_come_as_the_types_that_a_function_takes(llm: LLM) -> None:
 def test_a_prompt_with_functions_is_encoded_as_it_is_generated(llm: LLM) -> None:
     tools = [get_weather, NOW]
     ids = llm.encode(MESSAGES, tools=tools)
-    assert llm.stream(MESSAGES, tools=tools).result.prompt_tokens == len(ids)
+    assert llm.stream(MESSAGES, tools=tools).so_far.prompt_tokens == len(ids)
     assert "The weather of a city." in llm.decode(ids, skip_special_tokens=False)
     assert (
         llm.encode(MESSAGES, tools=[]) == llm.encode(MESSAGES, tools=None) == llm.encode(MESSAGES)
