@@ -1,4 +1,4 @@
-// What is typed, and to which model it goes.
+// The field in which messages are typed, and the choice of the model that they go to.
 
 import { answer } from "./answer.js";
 import { hasFiles, takeFiles } from "./attach.js";

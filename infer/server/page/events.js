@@ -1,4 +1,4 @@
-// What one module tells and others act on, so that none has to know those that show what it does.
+// Events: a module tells of one, others act on it, and neither has to know the other.
 
 const listeners = new Map();
 

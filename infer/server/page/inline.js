@@ -1,4 +1,4 @@
-// What is within a line of markdown: emphasis, code, links.
+// Markdown within a block: emphasis, code, links and formulas become DOM nodes.
 
 import { $, el } from "./dom.js";
 import { mathNode } from "./maths.js";
@@ -207,7 +207,7 @@ class InlineReader {
   }
 }
 
-// Of InlineReader, those that may read something that begins with a character
+// The methods of InlineReader that are tried at a character, in this order
 const METHODS = {
   "\n": ["lineEnd"],
   "\\": ["formula", "escape"],
@@ -266,7 +266,7 @@ function markOf(text, i, run) {
   const before = [...text.slice(Math.max(0, i - 2), i)].at(-1) ?? " ";
   const after = String.fromCodePoint(text.codePointAt(i + run.length) ?? 32);
   const ends = (side) => /\s/.test(side) || PUNCTUATION.test(side);
-  // As CommonMark has it, but that a word of such a script ends without a space too: **“…”** in the middle.
+  // CommonMark's rule, except that a word of an unspaced script ends without a space too: **“…”** in the middle.
   const left = !/\s/.test(after) && (!PUNCTUATION.test(after) || ends(before) || UNSPACED.test(before));
   const right = !/\s/.test(before) && (!PUNCTUATION.test(before) || ends(after) || UNSPACED.test(after));
   const isWithin = left && right && run[0] === "_";

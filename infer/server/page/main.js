@@ -1,4 +1,4 @@
-// What begins it all: other tabs, and the first look.
+// The entry of the page: listens to other tabs, loads conversations and models, and shows the newest chat.
 
 import { app, chats, running } from "./chats.js";
 import { tell } from "./events.js";

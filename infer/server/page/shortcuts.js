@@ -1,4 +1,4 @@
-// What keys do, wherever the focus is, and the list of them.
+// Keyboard shortcuts, which work wherever the focus is, and the list that shows them.
 
 import { app, running } from "./chats.js";
 import { newConversation, stopAnswer } from "./composer.js";

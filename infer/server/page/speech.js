@@ -17,7 +17,7 @@ export function speak(text, more = false) {
 }
 
 on("asked", (going) => {
-  // What goes on is said from its last block on.
+  // An answer that goes on is read aloud from its last block on.
   going.spoken = Math.max(0, (app.views.get(going.message)?.markdown?.shown.length ?? 0) - 1);
   speak(null);
 });

@@ -1,4 +1,4 @@
-// What the browser keeps: conversations in IndexedDB; the look and the key in localStorage.
+// The browser's storage: conversations are in IndexedDB, the look and the key in localStorage.
 
 import { tell } from "./events.js";
 import { chatOf } from "./tree.js";
