@@ -148,16 +148,16 @@ class AsyncStream(Uncopied, AsyncIterator[PieceT], Generic[PieceT, ResultT]):
 
     @property
     def result(self) -> ResultT:
-        """As `Stream.result`."""
+        """What was generated, as `Stream.result` returns it. Raises InferError before the end."""
         return self._stream.result
 
     @property
     def so_far(self) -> ResultT:
-        """As `Stream.so_far`."""
+        """What has been generated until now, as `Stream.so_far` returns it."""
         return self._stream.so_far
 
     def begin(self) -> asyncio.Queue[PieceT | _End]:
-        """Where its pieces come."""
+        """Begins the answer and returns the queue on which its pieces arrive."""
         if self._feed is None:
             loop, answer = asyncio.get_running_loop(), self._stream.begin_elsewhere()
             self._feed = _Feed(self._stream, answer, loop, asyncio.Queue(), self._whole)

@@ -18,7 +18,7 @@ from infer.kernels.errors import InferWarning, RequestError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# What transformers, llama.cpp, Ollama, vLLM and others call it, if it is not spelled like ours.
+# Names of parameters in transformers, llama.cpp, Ollama, vLLM and others, and our name for each.
 ELSEWHERE = {
     "chat_template_kwargs": "template_args",
     "choice": "choices",
@@ -98,7 +98,7 @@ _TEXT_ONLY = "Models read text alone here: leave {name} out."
 _PROMPT_SCORES = "Call the method prompt_logprobs(prompt) of an LLM."
 _LEAVE_OUT = "There is nothing to choose: leave {name} out."
 
-# What has no name here, and what to do instead.
+# Parameters of other libraries that this one does not have, and what to do instead.
 INSTEAD = {
     "data_parallel_size": _ONE_GPU,
     "detokenize": "A result has the text and the token ids: leave {name} out.",

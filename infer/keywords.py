@@ -1,4 +1,5 @@
-"""What `generate`, `chat`, `stream` and `load` take by name, for editors and type checkers."""
+"""The keyword arguments of `generate`, `chat`, `stream` and `load` as types, for editors and type
+checkers."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ Prompt = Chat | Sequence[int]
 # Lists of them. To type checkers a text is a list of texts too; here it is one.
 Chats = Sequence[str] | Sequence[Sequence[Message]]
 Prompts = Chats | Sequence[Sequence[int]] | Iterable[str] | Iterable[Sequence[int]]
-# Of a call, or of each of its prompts.
+# Sampling parameters of all prompts of a call, or a list with those of each prompt.
 Params = SamplingParams | Sequence[SamplingParams]
 
 
@@ -142,7 +142,7 @@ class Stream(Uncopied, Iterator[Chunk]):
 
     @property
     def result(self) -> Result:
-        """What was generated. Raises InferError before the stream has ended or was closed."""
+        """The result. Raises InferError before the stream has ended or was closed."""
         if not self._closed:
             raise InferError(
                 "This stream has not ended, so it has no result yet. Iterate it to its end, or "
@@ -1008,7 +1008,7 @@ class LLM(Uncopied):
         functions = None if reading is None else reading.tools.python
 
         def settled(text: str) -> str:
-            """What of a text may be shown: the stop strings may end it from min_tokens on."""
+            """Returns what may be shown of a text. Stop strings may end it from min_tokens on."""
             return stop.add(text, may_end=len(result.token_ids) > params.min_tokens)
 
         def chunk(text: str, token: int | None, logprob: TokenLogprob | None = None) -> Chunk:

@@ -327,7 +327,8 @@ class SamplingParams:
             raise RequestError("`logit_bias` forbids every token: there must be one to choose.")
 
     def check_tokens(self, vocab_size: int) -> None:
-        """As `check_bias`, and of all other token ids."""
+        """Raises RequestError if a token id in any of the parameters is not in the vocabulary, or
+        where `check_bias` does."""
         self.check_bias(vocab_size)
         words = chain.from_iterable(word for word in self.bad_words if not isinstance(word, str))
         for name, ids in (

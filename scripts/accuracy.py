@@ -120,7 +120,8 @@ def _integers(text: str) -> tuple[int, ...]:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Accuracy]:
-    """Those of transformers in bf16 first. Raises RequestError for what does not go together."""
+    """Yields the accuracies, that of transformers in bf16 first. Raises RequestError for options
+    that exclude each other."""
     if (args.model is None) == (args.shape is None):
         raise RequestError("Give either a model or a shape (scripts/accuracy.py demo).")
     if args.layers is not None and args.shape is None:

@@ -152,7 +152,7 @@ class BenchReport:
     loads: tuple[Load, ...] = ()
     invariant: bool = False
     precision: str = "auto"
-    products: str | None = None  # None in reports from before it was told
+    products: str | None = None  # reports of older versions lack it: None
     webgpu: str = DEFAULT
 
     def to_json(self) -> str:
@@ -160,7 +160,7 @@ class BenchReport:
 
     @classmethod
     def from_json(cls, text: str) -> BenchReport:
-        """What `to_json` wrote. Raises ValueError for another schema."""
+        """Returns the report that `to_json` wrote. Raises ValueError for another schema."""
         values: dict[str, Any] = json.loads(text)
         if values.pop("schema", None) != SCHEMA:
             raise ValueError(f"This is not a benchmark report of schema {SCHEMA}.")
@@ -182,8 +182,8 @@ class BenchReport:
 
     @property
     def model_and_dtypes(self) -> str:
-        """Of weights and, where it is not f16, of the KV cache; the precision, unless it is auto;
-        adapter and draft model; whether it is invariant."""
+        """The model with the dtype of its weights, and each setting that is not the default: the
+        KV cache's dtype, precision, LoRA adapter, draft model, invariant."""
         cache = "" if self.kv_dtype == "f16" else f", KV {self.kv_dtype}"
         lora = "" if self.lora is None else f", adapter {self.lora}"
         draft = "" if self.draft is None else f", drafts by {self.draft}"

@@ -118,7 +118,7 @@ class Answers:
         self._note(key)
 
     def sort(self) -> None:
-        """Those that came later, to where their prompts are."""
+        """Sorts the lines of the file into the order of their prompts, if any is out of it."""
         if self.path is not None and not self._sorted and self.path.is_file():
             lines = self.path.read_bytes().splitlines()
             _rewrite(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 THINKING = ("enable_thinking", "thinking")
-"""What chat templates call the option that turns thinking on or off."""
+"""The names that chat templates have for the option that turns thinking on or off."""
 _LINE = 16 << 20  # bytes of an event, or of an error's body, at most
 _SILENCE = 300.0  # seconds without a byte after which a server is given up
 

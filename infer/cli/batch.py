@@ -87,7 +87,7 @@ def read_requests(
 
 
 def _all_wrong(name: str, wrong: Mapping[int, str]) -> str:
-    """What is wrong with lines, by their numbers."""
+    """The message for lines that are wrong. wrong: what is wrong with a line, by its number."""
     (number, first), *others = wrong.items()
     if not others:
         return f"{name}, line {number}: {first}"
@@ -217,7 +217,7 @@ def answer_all(
                             ended[place][i] = answer_json(stream.result) | {
                                 "seed": stream.result.seed
                             }
-                            # Of all samples it is computed once.
+                            # The samples of a prompt share its prefill, so its tokens count once.
                             progress.prompt_tokens += 0 if i else stream.result.prompt_tokens
                     if not streams:
                         several = [ended[place][i] for i in sorted(ended[place])]

@@ -78,8 +78,8 @@ def batch_line(
 def _left_out(
     body: Mapping[str, Any], url: str, params: SamplingParams, template_args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the command line says and the body does not, in the names of the endpoint. Raises
-    RequestError for what the endpoint has no name for."""
+    """Returns the options of the command line that the body leaves out, under the endpoint's
+    names. Raises RequestError for an option that the endpoint does not have."""
     kind, found = _KINDS[url], dict[str, Any]()
     usual = SamplingParams()
     given = {f.name: getattr(params, f.name) for f in fields(params)}
@@ -108,7 +108,8 @@ def _left_out(
 def answer_lines(
     llm: LLM, lines: list[BatchLine], answers: Answers, *, tell: Callable[[Progress], None]
 ) -> Progress:
-    """As `batch.answer_all`."""
+    """Answers all lines by the server's endpoints, in this process. tell: called with the progress
+    made so far."""
     names = {line.model for line in lines} - {None, llm.name}
     if names:
         note(f"note: {llm.name} answers what was asked of {', '.join(sorted(map(str, names)))}")
@@ -170,7 +171,7 @@ class _Response:
 
 
 def _line(custom_id: str, response: _Response) -> dict[str, Any]:
-    """As OpenAI's Batch API writes it, to its file of answers or to that of errors."""
+    """Returns a line as OpenAI's Batch API writes it into its files of answers and of errors."""
     return {
         "id": f"batch_req_{uuid4().hex}",
         "custom_id": custom_id,
@@ -184,7 +185,7 @@ def _line(custom_id: str, response: _Response) -> dict[str, Any]:
 
 
 async def _post(app: Callable[..., Awaitable[None]], url: str, body: dict[str, Any]) -> _Response:
-    """What an ASGI application answers."""
+    """Sends a POST request to an ASGI application and returns its response."""
     status, warning, data = 500, None, bytearray()
     request = [json.dumps(body).encode()]
 

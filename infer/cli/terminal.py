@@ -159,7 +159,7 @@ class MarkdownWriter:
         self._write_styled(text.removesuffix(self._held))
 
     def end(self) -> None:
-        """What was held back, and a line end."""
+        """Writes the text that was held back, and a line end."""
         self._write_styled(self._held + "\n")
         self._held = ""
 
@@ -329,7 +329,8 @@ def read_text(path: str) -> str:
 
 
 def read_file(path: str) -> bytes:
-    """What a file holds that an option names. Raises RequestError where it cannot be read."""
+    """Returns the bytes of a file that an option names. Raises RequestError where it cannot be
+    read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -337,7 +338,7 @@ def read_file(path: str) -> bytes:
 
 
 def read_schema(path: str) -> dict[str, Any]:
-    """The JSON schema in a file. Raises RequestError for what is none."""
+    """Returns the JSON schema in a file. Raises RequestError where there is none in it."""
     try:
         schema = json.loads(read_file(path))
     except (ValueError, RecursionError) as error:

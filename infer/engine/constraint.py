@@ -414,7 +414,7 @@ class Constraints:
 
 
 class _Grammars:
-    """What llguidance makes of the grammars of one model. It is told the model's tokens once."""
+    """Matchers of llguidance for one model, whose tokens the library is told once."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, threads: MaskThreads) -> None:
         llguidance = library()
@@ -448,7 +448,7 @@ class _Grammars:
         return self._beginning(name, source).deep_copy()
 
     def _source(self, params: SamplingParams) -> str:
-        """What the parameters ask for, as the library reads it."""
+        """Returns the source, for llguidance, of the schema, regular expression or grammar."""
         grammar: str
         if (pattern := params.pattern) is not None:
             grammar = self._matcher.grammar_from_regex(pattern)

@@ -214,7 +214,8 @@ class Engine(TokenEngine):
 
     @property
     def products(self) -> str:
-        """What many rows are multiplied in, as of AdapterInfo."""
+        """The dtype in which projections of many rows are multiplied: "f16", with sums in f32, or
+        "f32"."""
         return "f32" if self.options.invariant else self.gpu.products
 
     @property

@@ -103,8 +103,8 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
 
 
 class GenerationRequest(Request, kw_only=True):
-    """What both ways of generating take. What is None is left to the model. OpenAI has no
-    parameters from min_tokens to ignore_eos but stop, and neither bad_words, allowed_token_ids,
+    """The parameters that chat and text completions share. Those that are None are left to the
+    model. OpenAI has none from min_tokens to ignore_eos but stop, nor bad_words, allowed_token_ids,
     schema, regex, choices, grammar nor cache_salt; structured_outputs and those that are guided are
     vLLM's names of schema, regex, choices and grammar, json_schema llama.cpp's. A grammar is Lark,
     or GBNF as llama.cpp has it."""
@@ -150,8 +150,9 @@ class GenerationRequest(Request, kw_only=True):
 
     @property
     def constraint(self) -> tuple[str, str, Any] | None:
-        """What the answer is held to: the name in this request, "schema", "regex", "choices" or
-        "grammar", and its value. Raises ApiError (400) for two."""
+        """Returns the constraint of the answer: its name in this request, its kind ("schema",
+        "regex", "choices" or "grammar") and its value; None without one. Raises ApiError (400) for
+        two."""
         of_vllm = self.structured_outputs or StructuredOutputs()
         given = [
             ("response_format", "schema", self.response_format and self.response_format.held_to),

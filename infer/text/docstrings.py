@@ -1,5 +1,5 @@
-"""What a docstring says of a function and of its parameters, in the styles of Google, NumPy and
-Sphinx."""
+"""Reads docstrings in the styles of Google, NumPy and Sphinx: the description of a function and of
+each of its parameters."""
 
 from __future__ import annotations
 

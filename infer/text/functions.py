@@ -105,7 +105,8 @@ def _named(function: Any) -> tuple[str, str]:
 
 
 def _parameters(function: Any, name: str) -> Iterator[tuple[inspect.Parameter, Any]]:
-    """What a call may give, and the annotations. Raises RequestError."""
+    """Yields each parameter that a call may give, with its annotation. Raises RequestError for a
+    function that cannot be called with named arguments."""
     bound: set[str] = set()  # what a partial gives, and no call may change
     annotated = function
     while isinstance(annotated, partial):
@@ -133,7 +134,7 @@ def _parameters(function: Any, name: str) -> Iterator[tuple[inspect.Parameter, A
 
 
 class _Annotations:
-    """What the annotations of a function say."""
+    """Reads annotations of functions as JSON schemas, and as readers of the values that fit."""
 
     def __init__(self) -> None:
         self.definitions: dict[str, Any] = {}  # of types that have themselves as a part
@@ -187,7 +188,8 @@ class _Annotations:
         return ValueType(schema, read)
 
     def _type(self, hint: Any) -> ValueType | None:
-        """None for an annotation that neither this module nor pydantic knows."""
+        """Returns the type of an annotation with its description; None where neither this module
+        nor pydantic knows it."""
         metadata = hint.__metadata__ if get_origin(hint) is Annotated else ()
         if any(map(_is_pydantic, metadata)):
             known = self._pydantic(hint)
@@ -199,7 +201,7 @@ class _Annotations:
         return ValueType(known.schema | {"description": text}, known.read)
 
     def _plain(self, hint: Any) -> ValueType | None:
-        """None for an annotation that this module does not know."""
+        """Returns the type of an annotation; None where this module does not know it."""
         if hint is Any or hint is object:
             return _ANYTHING
         if hint is None or (isinstance(hint, type) and hint in _SCALARS):
@@ -260,7 +262,8 @@ class _Annotations:
         return ValueType(schema, checked)
 
     def _pydantic(self, hint: Any) -> ValueType | None:
-        """What pydantic says of an annotation; None if it is not installed or does not know it."""
+        """Returns the type that pydantic makes of an annotation; None if pydantic is not installed
+        or does not know it."""
         try:
             from pydantic import TypeAdapter, ValidationError
             from pydantic.errors import PydanticUserError
@@ -360,7 +363,7 @@ def _is_field(default: object) -> bool:
 
 
 def _description(hint: Any) -> str | None:
-    """What an annotation says of its parameter: Annotated[int, "text"], or pydantic's Field."""
+    """Returns the text in Annotated[int, "text"], or in pydantic's Field; None without one."""
     if get_origin(hint) is not Annotated:
         return None
     texts = (

@@ -169,7 +169,8 @@ def shown(value: Any) -> str:
 
 
 def nearest(name: str, names: Collection[str]) -> str:
-    """What there is instead of an architecture that there is not, for a message."""
+    """Returns the end of a message about an unknown name: the names that are like it, or "" where
+    none is."""
     close = get_close_matches(name.lower(), names)
     return f" The nearest that are: {', '.join(close)}." if close else ""
 
