@@ -108,8 +108,8 @@ class ClosedError(InferError):
 
 
 class Uncopied:
-    """What holds memory of a GPU. To copy, pickle or send it raises InferError. instead: what to do
-    in place of that."""
+    """Base of objects that hold memory of a GPU: to copy, pickle or send one raises InferError.
+    instead: the sentence of the message that says what to do in place of that."""
 
     instead: ClassVar[str]
 

@@ -98,7 +98,8 @@ _LEFT_OUT = _Shown("...")  # the default of an option that a function has for it
 
 
 def _signature(function: Callable[..., Any]) -> Signature:
-    """What it takes besides the Bench, with each of its **options as a parameter."""
+    """Returns the signature of a function without its Bench, with each of its **options as a
+    parameter."""
     hints = hints_of(function, include_extras=True)
     _, *own = signature(function).parameters.values()
     parameters: list[Parameter] = []
@@ -117,7 +118,7 @@ def _signature(function: Callable[..., Any]) -> Signature:
 
 
 def _shown(hint: Any) -> _Shown:
-    """What help() says of an argument, or of a result."""
+    """Returns how help() shows the annotation of an argument or of a result."""
     kind, says = _parts(hint)
     arms = _arms(kind)
     none = " | None" if type(None) in arms else ""
@@ -254,7 +255,8 @@ class _Call:
         return True
 
     def _value(self, dim: str, more: Mapping[str, int] | None = None) -> int:
-        """Of an expression in an annotation, which has numbers, names, +, -, * and brackets."""
+        """Returns the value of an expression in an annotation. It has numbers, names, +, -, * and
+        brackets. more: values of names besides `sizes`."""
         value: int = eval(dim, {}, self.sizes | dict(more or {}))
         return value
 

@@ -34,7 +34,7 @@ class Timings(TypedDict, total=False):
 
 
 class Options(Timings, total=False):
-    """What functions of operations take besides their own arguments.
+    """The keyword arguments that the functions of all operations share.
 
     fuse=False gives each op a kernel of its own. tuning chooses the variants.
     """

@@ -25,7 +25,8 @@ _used: set[Library] = set()  # in this process, or in one that it was forked fro
 _forked = False  # from one in which a library had been used
 
 PRECISIONS = ("auto", "f32")
-"""Of products: f16 with sums in f32 where the adapter has matrices for that, or always f32."""
+"""The precisions of projections of many rows. "auto": f16 with sums in f32 where the adapter
+multiplies matrices of f16, otherwise f32. "f32": always f32."""
 
 INSTALL_HINT = (
     "Install your GPU's Vulkan driver, or Mesa's software adapter "
@@ -47,7 +48,7 @@ class AdapterInfo:
     name: str
     kind: str
     backend: str
-    # What is long is not shown.
+    # Long values are left out of repr().
     driver: str = field(repr=False)
     features: frozenset[str] = field(repr=False)
     limits: dict[str, int] = field(repr=False)
@@ -58,7 +59,8 @@ class AdapterInfo:
 
     @property
     def products(self) -> str:
-        """What many rows are multiplied in: "f16" by matrices, with sums in f32, or else "f32"."""
+        """The dtype in which projections of many rows are multiplied: "f16" where the adapter has
+        matrices, with sums in f32, otherwise "f32"."""
         return "f16" if self.matrices else "f32"
 
     def __str__(self) -> str:
@@ -230,7 +232,7 @@ def _choose(selector: str | int | None, webgpu: str | None) -> AdapterInfo:
 
 
 def not_accepted(webgpu: str, adapters: Iterable[AdapterInfo]) -> str:
-    """What to say of adapters that another library offers, and the library `webgpu` does not."""
+    """Returns the message about adapters that another library offers and `webgpu` does not."""
     names = ", ".join(f"{adapter.name} (driver {adapter.driver})" for adapter in adapters)
     known = " Mesa 25 is known to be new enough, 22.3 is not." if "Mesa" in names else ""
     return (
@@ -271,7 +273,7 @@ def _nvidia_memory(adapter: AdapterInfo) -> MemoryInfo:
         if name == adapter.name:
             sizes = (int(size.split()[0]) << 20 for size in (total, free))
             cards.append((uuid == f"GPU-{adapter.uuid}", MemoryInfo(*sizes)))
-    # Of equal cards, the one with this UUID, or the first.
+    # Where cards have the same name, it is the one with this UUID, or else the first.
     return max(cards, key=lambda card: card[0], default=(False, MemoryInfo(None, None)))[1]
 
 

@@ -70,11 +70,12 @@ class Attention(Maker):
         return self.width // (self.cache.n_kv_heads * self.cache.head_dim)
 
     def tiles(self, target: Target) -> TiledVariant:
-        """Of attention_tiled."""
+        """Returns the tile sizes with which attention_tiled runs this attention."""
         return target.tuning.choose(attention_tiled_variant, self.cache.head_dim, self.n_heads)
 
     def matrices(self, target: Target) -> AttentionMatrixVariant | None:
-        """Of attention_matrix; None without an adapter's matrices, or where they do not fit."""
+        """Returns the sizes with which attention_matrix runs this attention; None where the adapter
+        has no matrices, or they do not fit it."""
         shape = self.cache.shape
         return target.tuning.choose(
             attention_matrix_variant, shape.head_dim, shape.latent, self.cache.dtype
@@ -589,7 +590,7 @@ def attention_tiled_variant(tuning: Tuning, head_dim: int, n_heads: int) -> Tile
     raise ShaderError(f"attention_tiled has no variant for heads of {head_dim} dimensions.")
 
 
-# Of attention_matrix
+# attention_matrix: its sizes
 
 _SUB_ROWS = 16  # of a subgroup: with 32, outputs take too many registers
 _MOST_DIMS = 144  # of a subgroup, whose queries and outputs stay in registers
@@ -610,7 +611,7 @@ class AttentionMatrixVariant:
     emulated: bool = False
 
     def invocations(self, head_dim: int) -> int:
-        """Of a workgroup."""
+        """Returns how many invocations a workgroup has."""
         return self.rows // self.sub_rows * (head_dim // self.dims) * self.lanes
 
     def storage(self, head_dim: int, latent: bool) -> int:
@@ -653,8 +654,8 @@ class AttentionMatrixVariant:
 def attention_matrix_variant(
     tuning: Tuning, head_dim: int, latent: bool, dtype: str
 ) -> AttentionMatrixVariant | None:
-    """None where the adapter has no matrices, or a head is not made of them; and for a cache in
-    f32, whose values are not rounded."""
+    """Returns the sizes of attention_matrix; None where the adapter has no matrices, where a head
+    is not made of them, or for a cache in f32, whose values must not be rounded."""
     shape = matrix_shape(tuning)
     if shape is None or dtype == "f32":
         return None

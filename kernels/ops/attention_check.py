@@ -107,7 +107,7 @@ Norms = Annotated[tuple[Array, Array, float] | None, "q_norm", "k_norm"]
 
 
 class AttentionOptions(Options, total=False):
-    """What functions of attention take besides q, k and v: see `run_attention`."""
+    """The keyword arguments of the functions of attention, which `run_attention` describes."""
 
     n_kv_heads: Required[int]
     scale: Required[float]
@@ -139,8 +139,8 @@ def run_attention(
 def run_attention_tiled(
     bench: Bench, q: Q, k: K, v: V, **options: Unpack[AttentionOptions]
 ) -> Annotated[Floats, "rows, n_heads * head_dim"]:
-    """What `attention` computes, [rows, n_heads * head_dim], by the kernel of prefill, for any
-    number of rows."""
+    """Attention as `attention` computes it, [rows, n_heads * head_dim], by the kernel of prefill,
+    for any number of rows."""
     return _attention(bench, [(q, k, v)], TILED, **options)
 
 
@@ -153,8 +153,8 @@ def run_attention_matrix(
     variant: AttentionMatrixVariant | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Annotated[Floats, "rows, n_heads * head_dim"]:
-    """What `attention` computes, [rows, n_heads * head_dim], for any number of rows, by matrices of
-    f16: the adapter's own, or emulated ones where it has none, or where the variant says so."""
+    """Attention as `attention` computes it, [rows, n_heads * head_dim], for any number of rows, by
+    matrices of f16: those of the adapter, or emulated where it has none or the variant says so."""
     bench.options["tuning"] = ByMatrix(bench.device, attention=variant)
     return _attention(bench, [(q, k, v)], TILED, **options)
 
@@ -163,9 +163,9 @@ def run_attention_matrix(
 def run_attention_prompts(
     bench: Bench, prompts: Sequence[Prompt], **options: Unpack[AttentionOptions]
 ) -> Annotated[Floats, "all_rows, n_heads * head_dim"]:
-    """What `attention` computes of the (q, k, v) of each of up to eight sequences, by the kernel of
-    prefill that takes several at once: their rows one behind the other, [all rows, n_heads *
-    head_dim]."""
+    """Attention of up to eight sequences, each with its own (q, k, v) as `attention` takes them, by
+    the kernel of prefill that runs several at once. The rows of a sequence follow those of the one
+    before, [all rows, n_heads * head_dim]."""
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise ShaderError(f"it takes 1 to {MAX_PROMPTS} sequences, not {len(prompts)}")
     prompts = [(floats("q", q), floats("k", k), floats("v", v)) for q, k, v in prompts]

@@ -114,7 +114,7 @@ def run_activation(
 
 
 def halves(x: Value) -> tuple[Value, ...]:
-    """What is left and right in x. Raises ValueError where it has no middle."""
+    """Returns the left and the right half of x. Raises ValueError for an odd width."""
     if x.width % 2:
         raise ValueError(f"what is gated has two halves of one width, but {x.width} is odd")
     return split(x, x.width // 2, x.width // 2)

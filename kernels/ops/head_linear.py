@@ -168,8 +168,8 @@ class HeadLinear(Maker):
             )
 
     def _matrix_variant(self, target: Target, offset: int) -> MatrixVariant | None:
-        """None where it is not multiplied by matrices, which take columns by eight, in steps of
-        64."""
+        """Returns the sizes of matmul_matrix for this projection; None where it does not fit: its
+        input must be a multiple of 64 wide, its heads and their offset multiples of 8."""
         k = self.weight.shape[1]
         if k % 64 or self.head % 8 or offset % 8:
             return None

@@ -49,8 +49,10 @@ def run_keep_hidden(
     batch: Sequence[StepRow] = (),
     **options: Unpack[Options],
 ) -> Kept:
-    """What is kept after a step with the rows x [rows, width], and before it: [sequences, 16,
-    width]. batch: as of `hidden_before`."""
+    """Returns the hidden states that are kept after a step with the rows x [rows, width]. kept:
+    those before it. Both are [sequences, 16, width], a position at its number modulo 16. batch: of
+    each row (token, position, sequence, adapter, rows behind), where they are of several
+    sequences."""
     _check_batch(batch, kept, x)
     states = _states(bench, kept)
     forward = bench.forward(len(x), plan_rows=TILED)

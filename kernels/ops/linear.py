@@ -120,8 +120,8 @@ class Projection(Maker):
 def multiplied(
     shard: Shard, inputs: Sequence[Operand], row_scales: Mapping[Shard, Buffer] = NO_SCALES
 ) -> list[Operand]:
-    """What kernels of projections bind first: weights, an activation and what is beside each.
-    row_scales: the weight's, for a kernel that reads them."""
+    """Returns the operands that kernels of projections bind first: the weights with their scales,
+    and the inputs. row_scales: scales of the weights' rows, for a kernel that reads them."""
     scales = [] if shard.scales is None else [shard.scales]
     of_rows = [row_scales[shard]] if shard in row_scales else []
     return [shard.buffer, inputs[0], *scales, *inputs[1:], *of_rows]

@@ -76,7 +76,7 @@ Weight = Annotated[Array | Codes, "outputs, k"]
 
 
 class Projection(Options, total=False):
-    """What all projections take besides x and a weight: see `run_matmul_vec`."""
+    """The keyword arguments of all projections, which `run_matmul_vec` describes."""
 
     dtype: Dtype
     norm: Annotated[tuple[Array, float] | None, "k"]
@@ -119,8 +119,8 @@ def run_matmul_vec(
 def run_matmul_tiled(
     bench: Bench, x: X, weight: Weight, **options: Unpack[Projection]
 ) -> Annotated[Floats, "rows, n"]:
-    """What `matmul_vec` computes, [rows, n], for any number of rows, by the tiled kernel of
-    prefill; the norm is a kernel beside it."""
+    """The projection that `matmul_vec` computes, [rows, n], for any number of rows, by the tiled
+    kernel of prefill; the norm is a kernel of its own."""
     bench.options.setdefault("tuning", ByVec(bench.device))
     return bench.run(_linear(bench, x, weight, **options), plan_rows=TILED)
 
@@ -129,8 +129,9 @@ def run_matmul_tiled(
 def run_matmul_lanes(
     bench: Bench, x: X, weight: Weight, **options: Unpack[Projection]
 ) -> Annotated[Floats, "rows, n"]:
-    """What `matmul_vec` computes, [rows, n], for any number of rows, by the kernel for CPUs, where
-    all subgroups have as many lanes; the norm of more than one row is a kernel beside it."""
+    """The projection that `matmul_vec` computes, [rows, n], for any number of rows, by the kernel
+    for CPUs, which needs subgroups of one fixed size; the norm of more than one row is a kernel of
+    its own."""
     bench.options.setdefault("tuning", ByLanes(bench.device))
     return bench.run(_linear(bench, x, weight, **options))
 
@@ -143,8 +144,8 @@ def run_matmul_matrix(
     variant: MatrixVariant | None = None,
     **options: Unpack[Projection],
 ) -> Annotated[Floats, "rows, n"]:
-    """What `matmul_vec` computes, [rows, n], for more than 8 rows, by matrices of f16: the
-    adapter's own, or emulated ones where it has none, or where the variant says so."""
+    """The projection that `matmul_vec` computes, [rows, n], for more than 8 rows, by matrices of
+    f16: the adapter's own, or emulated ones where it has none or the variant says so."""
     if len(x) <= MAX_VEC_ROWS:
         raise ShaderError(f"it takes {MAX_VEC_ROWS + 1} rows or more, not {len(x)}: use matmul_vec")
     bench.options["tuning"] = ByMatrix(bench.device, variant)
@@ -241,8 +242,8 @@ def run_matmul_rows(
     variant: RowsVariant | None = None,
     **options: Unpack[Projection],
 ) -> Annotated[Floats, "rows, n"]:
-    """What `matmul_vec` computes, [rows, n], for 2 to 64 rows, by a kernel that reads each weight
-    once, where there are subgroups; the norm is a kernel beside it."""
+    """The projection that `matmul_vec` computes, [rows, n], for 2 to 64 rows, by a kernel that
+    reads each weight once and needs subgroups; the norm is a kernel of its own."""
     if not 2 <= len(x) <= MOST_ROWS:
         raise ShaderError(f"it takes 2 to {MOST_ROWS} rows, not {len(x)}: use matmul_tiled")
     bench.options["tuning"] = ByRows(bench.device, variant)

@@ -140,7 +140,8 @@ class Prepared(Value):
 
 
 def half_operands(rows: int, width: int) -> list[Operand]:
-    """What half_rows writes: so many rows of f16, and their scales."""
+    """Returns the buffers that half_rows writes: rows of f16, whose width is padded to a multiple
+    of 64, and the scale of each row in f32."""
     return [Scratch(rows * -(-width // 64) * 128), Scratch(4 * rows)]
 
 

@@ -82,8 +82,8 @@ class Library(ABC):
         return ()
 
     def uuid(self, adapter: Any) -> str | None:
-        """Which of several equal cards an adapter is, as other programs call it, where the library
-        tells."""
+        """Returns the UUID by which other programs tell equal cards apart; None where the library
+        does not know it."""
         return None
 
     @abstractmethod

@@ -176,7 +176,7 @@ fn main(
   let sub_row = tid / LANES / $(PARTS)u * SUB_ROWS;
   let sub_scores = S_PLACE + tid / LANES * SUB_SCORES;
 
-  // Of scores: the lane's row, and which of its lanes it is. Some lanes may have none.
+  // The row of scores that this lane works on, and the lane's number in it. Some lanes may have no row.
   let row = min(tid / $(ROW_LANES)u, ROWS - 1u);
   let row_lane = tid % $(ROW_LANES)u;
   let has_scores = tid < ROWS * $(ROW_LANES)u;
@@ -242,7 +242,7 @@ fn main(
   var next_values = load_values(kv_head, tile, last_place, tid);
 #endif
   workgroupBarrier();
-  // What scales the outputs is outside of the loop over tiles: inside it made all of it slower.
+  // Outputs are scaled outside of the loop over tiles: inside, the scaling made the whole loop slower.
   var ended = false;
   var turn = 0u;
   loop {

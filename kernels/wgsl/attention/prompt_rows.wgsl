@@ -1,5 +1,5 @@
-// What kernels of many rows begin with, in their body: `first_row` and `last_row` of the workgroup's tile, which
-// has up to ROWS rows of one sequence. Needs id, size (the workgroups) and the binding `step`.
+// The first lines of the body of kernels of many rows. They define `first_row` and `last_row` of the workgroup's
+// tile, which has up to ROWS rows of one sequence. They need id, size (the workgroups) and the binding `step`.
 // @param PROMPTS u32             sequences whose rows follow each other, at most
   // The last rows attend to the most positions: they start first.
 #if PROMPTS == 1

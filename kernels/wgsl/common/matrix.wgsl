@@ -4,7 +4,7 @@
 //
 // All of them lie in the workgroup variable `pool: array<vec4<u32>>`, an element of which holds eight values
 // of f16 or four of f32; places, and strides from one row of a matrix to the next, are counted in elements.
-// What load_right loads lies by its columns instead: the stride leads from one column to the next.
+// A matrix for load_right lies by its columns instead: the stride leads from one column to the next.
 //
 // emulated: for adapters that have no such matrices, and for tests. Left and right are then where they lie, so
 // that what lies there must stay until they were multiplied.

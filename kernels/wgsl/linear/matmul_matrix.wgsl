@@ -239,7 +239,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #endif
 #endfor
 #if NIBBLES
-      // As two's complement, they are 8 less with the upper bit turned.
+      // A nibble n whose upper bit is turned is n - 8 in two's complement.
       let nibbles = w_next$l.integers ^ vec4<u32>(0x88888888u);
       pool[place] = eight_nibbles(nibbles.xy, vec2<f16>(f16(scale0.x)));
       pool[place + 1u] = eight_nibbles(nibbles.zw, vec2<f16>(f16(scale0.x)));

@@ -54,8 +54,8 @@ fn scores(row: u32, sequence: u32, first: u32) -> vec4<f32> {
 }
 #if ENDS
 
-// What is added to the logits of tokens first .. first + 3: FORBIDDEN of kernels/state/step.py for stop ids that
-// come too early.
+// Returns the values to add to the logits of tokens first .. first + 3: FORBIDDEN of kernels/state/step.py for
+// stop ids that come too early, and otherwise zero.
 fn ends(row: u32, sequence: u32, first: u32) -> vec4<f32> {
   let tokens = vec4<u32>(first, first + 1u, first + 2u, first + 3u);
   var result = vec4<f32>(0.0);
