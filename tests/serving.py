@@ -124,7 +124,7 @@ class FakeAnswer:
 
     @property
     def so_far(self) -> Result:
-        """As an AsyncStream has it."""
+        """The result so far, as `AsyncStream.so_far` returns it."""
         return self.result
 
     def __aiter__(self) -> FakeAnswer:

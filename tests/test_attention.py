@@ -403,7 +403,7 @@ def rope_attention_error(
 
 
 def test_packing_may_be_dropped_of_every_second_value() -> None:
-    """As Mesa 25's compiler does, where a kernel unpacks at once what it has packed."""
+    """Mesa 25's compiler drops the rounding where a kernel unpacks at once what it has packed."""
     own = np.array([[1.0001, 2.0001, 3.0001, 4.0001]])
     cached = own.astype(np.float16).astype(np.float64)
     y = np.where([False, True, False, True], own, cached)

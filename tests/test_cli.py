@@ -116,7 +116,7 @@ def json_with(**values: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("moment", "expected"),
     [
-        # What takes any exception for a missing extra, as some packages do.
+        # An import that catches any exception, as some packages do in case an extra is missing.
         ("import", (130, "", "interrupted\n")),
         ("exit", (-signal.SIGINT, f"infer {infer.__version__}\n", "")),
     ],

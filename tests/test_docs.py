@@ -168,7 +168,7 @@ def file_of_an_example(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def run_python(*arguments: str | Path) -> str:
-    """What a Python of its own prints, which has to end well."""
+    """Returns the output of a new Python process, which must exit with code 0."""
     own = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-W", "error", *map(str, arguments)],

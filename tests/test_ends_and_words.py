@@ -1,4 +1,4 @@
-"""What ends an answer, and when it may; which tokens and words may be in it.
+"""Options that end an answer, or say which tokens and words may be in it.
 
 vLLM's names and meanings. What the GPU does is compared with logits processors in numpy, which read
 the same rules in their plainest form, and with those of transformers.
@@ -34,7 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "penalized": {"temperature": 0.7, "repetition_penalty": 1.3, "seed": 5},
 }
 Rule = Callable[[Sequence[int]], Sequence[int]]
-"""Of the tokens of an answer so far: those that may not come next."""
+"""Returns the tokens that may not come next, from the tokens of an answer so far."""
 
 
 def without(prompt: Sequence[int], rule: Rule) -> Any:
@@ -51,7 +51,7 @@ def by_rule(llm: LLM, prompt: Any, rule: Rule, **options: Any) -> list[int]:
 
 
 def completed(words: Sequence[Sequence[int]]) -> Rule:
-    """As vLLM has it."""
+    """Returns vLLM's rule: the last token of a word may not follow the word's other tokens."""
 
     def rule(output: Sequence[int]) -> list[int]:
         return [w[-1] for w in words if list(output[len(output) - len(w) + 1 :]) == list(w[:-1])]
@@ -60,7 +60,7 @@ def completed(words: Sequence[Sequence[int]]) -> Rule:
 
 
 def forms(llm: LLM, *words: str) -> list[list[int]]:
-    """At the beginning of a text, and after a space."""
+    """Returns the token ids of each word at the beginning of a text, and after a space."""
     texts = [text for word in words for text in (word, f" {word}")]
     return [llm.tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
@@ -310,7 +310,7 @@ def test_all_of_it_in_a_process_of_its_own(llm: LLM) -> None:
         ] == expected
 
 
-# What others make of the same
+# Processors of other libraries, with the same options
 
 
 @pytest.mark.live
@@ -343,7 +343,7 @@ def test_bad_words_and_least_lengths_are_those_of_transformers(llm: LLM, way: st
     assert result.token_ids != ids
 
 
-# What cannot be served
+# Options that are refused
 
 
 @pytest.mark.parametrize(

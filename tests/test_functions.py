@@ -67,7 +67,7 @@ class Trip:
 
 
 def schemas(function: Callable[..., Any]) -> dict[str, Any]:
-    """Of the parameters of a function."""
+    """Returns the JSON schemas of a function's parameters, by their names."""
     (tool,) = check_tools([function]).offered or ()
     properties: dict[str, Any] = tool["function"]["parameters"]["properties"]
     return properties
@@ -382,7 +382,7 @@ def test_a_call_is_plain_but_for_its_arguments() -> None:
 
 
 def test_functions_are_described_as_by_transformers() -> None:
-    """Which says nothing of defaults, nor of a tuple's length."""
+    """Schemas are transformers', which say nothing of defaults or of the length of a tuple."""
     functions = runpy.run_path(str(DATA / "functions.py"))["FUNCTIONS"]
     expected = json.loads((DATA / "expected.json").read_text(encoding="utf-8"))
     for function, reference in zip(functions, expected, strict=True):
@@ -540,7 +540,7 @@ def test_texts_of_annotations() -> None:
     assert called(noted, a=1, b=["x"]) == {"a": 1, "b": ["x"]}
 
 
-# What pydantic knows
+# Types of pydantic
 
 
 class Line(pydantic.BaseModel):  # type: ignore[misc]

@@ -17,8 +17,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = {"numpy", "wgpu", "tokenizers", "huggingface_hub", "jinja2", "safetensors", "cffi"}
-# What the extras `structured` and `chat` install, and pydantic, where a program has it: the modules
-# that import each.
+# Packages of the extras `structured` and `chat`, and pydantic, which a program may have: the
+# modules that import each.
 EXTRA = {
     "llguidance": ("infer.engine.constraint",),
     "prompt_toolkit": ("infer.cli.lines",),

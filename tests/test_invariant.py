@@ -189,13 +189,13 @@ def test_an_adapter_with_matrices(
 
 
 def matrix_kernels(engine: Engine) -> set[str]:
-    """Of all steps that have been lowered."""
+    """Returns the names of the kernels by matrices in all steps that have been lowered."""
     kernels = [kernel for low in engine.steps.lowered.values() for kernel in low.kernels]
     return {kernel.spec.name for kernel in kernels if "MATRIX" in dict(kernel.spec.params)}
 
 
 def test_without_it_bits_do_differ(engine_of: EngineOf) -> None:
-    """That the other tests can fail."""
+    """The tests of invariance can fail."""
     asked, engine = requests("llama"), engine_of("llama", max_batch=8, invariant=False)
     alone = each_alone(engine, asked)
     engine.forget()

@@ -80,7 +80,7 @@ def texts(path: Path) -> Iterator[str]:
             yield str(node.value)
 
 
-# What only the command line and the server know.
+# The files whose messages may name options: they belong to the command line and the server.
 OF_COMMANDS = ("infer/cli", "infer/server", "infer/bench", "infer/versions.py")
 
 

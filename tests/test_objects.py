@@ -1,5 +1,5 @@
-"""What a user holds: LLMs, streams, results and what they say of themselves, on the model that is
-included."""
+"""The objects of the API (LLMs, streams, results): their states, equality, repr and parsed values,
+with the bundled model."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_a_typed_schema_is_a_dictionary_in_another_process() -> None:
         assert other == params
 
 
-# What objects say of themselves
+# repr() of objects
 
 
 def test_objects_say_what_they_are() -> None:

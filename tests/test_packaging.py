@@ -254,7 +254,7 @@ def test_changes_in_the_tree_that_is_tested_count_at_once(
 @pytest.mark.packaging
 @pytest.mark.parametrize("links", ["files", "gone"])
 def test_a_clone_without_links_installs(tmp_path: Path, links: str) -> None:
-    """As a copy, and as editable."""
+    """A clone installs as a copy and as editable."""
     tree = copy_of_the_tree(tmp_path / "tree", links)
     programs = environment(tmp_path / "environment")
     for arguments in ((tree,), ("--no-deps", "--editable", tree)):

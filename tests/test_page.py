@@ -244,7 +244,7 @@ def stored(page: Any) -> list[dict[str, Any]]:
 
 
 def titles(page: Any) -> list[str]:
-    """Of the conversations in the list."""
+    """Returns the titles of the conversations in the list."""
     found: list[str] = page.evaluate(
         "[...document.querySelectorAll('#chats .open')].map(e => e.firstChild.data)"
     )
@@ -833,7 +833,7 @@ def test_formulas_and_code_open_no_hole(open_page: Open) -> None:
             .flatMap((e) => e.getAttributeNames()))]"""
     )
     assert not {"href", "src", "id", "onclick", "data-theme"} & {*names}
-    # What is moved or large stays within its answer.
+    # Content that is moved or too large stays within its answer.
     visible = page.evaluate(
         "getComputedStyle(document.querySelector('article:last-child .md')).overflow"
     )
@@ -1095,7 +1095,7 @@ def test_conversations_by_keyboard_alone(open_page: Open) -> None:
     assert page.locator("#chats [aria-current]").inner_text() == "Renamed"
 
 
-# As they were in localStorage, before there were versions of messages.
+# Conversations as localStorage held them, before there were versions of messages.
 OLD_CHATS = {
     "a": {
         "id": "a",

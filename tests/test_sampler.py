@@ -316,7 +316,8 @@ def test_survivors_of_masks(device: Device, vocab: int) -> None:
 def test_stop_ids_are_forbidden_before_the_least_position(
     device: Device, settings: dict[str, Any]
 ) -> None:
-    """Of rows that follow each other; and of two sequences only the one that asks for it."""
+    """Stop ids are forbidden in all rows of a sequence that come too early, and of two sequences in
+    the one alone that asks for it."""
     stop_ids, vocab = [0, 7, 1030, 1501], 1502
     logits = np.random.default_rng(3).normal(0, 1, (6, vocab)).astype(np.float32)
     logits[:, stop_ids] = 30

@@ -596,7 +596,7 @@ def plan(place: Place, unit: Unit, at: tuple[Literal[1, 2], bool], day: date, an
 
 
 def test_arguments_come_as_the_types_that_a_function_takes(llm: LLM) -> None:
-    """As the model is held to them, with nothing said of the format: that of Hermes."""
+    """The model is held to the types, in the format of Hermes, which is not asked for by name."""
     result = llm.chat(
         MESSAGES, tools=[plan, NOW], tool_choice="plan", parallel_tool_calls=False, max_tokens=200
     )
