@@ -22,7 +22,7 @@ _ResultT_co = TypeVar("_ResultT_co", covariant=True)
 
 
 class Source(Protocol[_PieceT_co, _ResultT_co]):
-    """What `llm.Stream` is."""
+    """The part of `llm.Stream` that an AsyncStream reads from."""
 
     @property
     def result(self) -> _ResultT_co: ...
@@ -40,7 +40,7 @@ class Source(Protocol[_PieceT_co, _ResultT_co]):
 
 @dataclass(frozen=True)
 class _End:
-    """Of a stream, and the error that ended it."""
+    """The end of a stream, and the error that ended it, if one did."""
 
     error: BaseException | None
 
@@ -58,7 +58,8 @@ class _Feed(Generic[PieceT]):
     ended: bool = False
 
     def take(self, failed: BaseException | None) -> list[PieceT | _End]:
-        """What has come, without waiting. failed: why nothing will come any more."""
+        """Returns the pieces that have come, without waiting. failed: the error for which none will
+        come any more."""
         pieces: list[PieceT | _End] = []
         if failed is not None:
             self.stream.close()
@@ -180,7 +181,7 @@ class AsyncStream(Uncopied, AsyncIterator[PieceT], Generic[PieceT, ResultT]):
         raise piece.error or StopAsyncIteration
 
     def close(self) -> None:
-        """As `Stream.close`."""
+        """Closes the stream: generation ends, and `result` is what was generated."""
         self._closed = True
         self._stream.close()
 

@@ -15,7 +15,7 @@ from infer.models.loading.files import read_text
 MODULES, POOLING = "modules.json", "1_Pooling/config.json"
 POOLINGS = ("mean", "last")  # of the hidden states of a text's tokens
 
-# As those files call them, in flags of their own or, in newer files, in one pooling_mode.
+# The names of poolings in those files: as flags of their own or, in newer files, in pooling_mode.
 _FLAG = "pooling_mode_"
 _NAMES = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
 
@@ -32,8 +32,8 @@ class EmbeddingConfig:
 
 
 def read_embedding_config(path: Path) -> EmbeddingConfig:
-    """What the files in a model's folder say; the defaults where none do, as of GGUF files. Raises
-    CheckpointError for damaged ones."""
+    """Reads the pooling from the files in a model's folder; defaults where there are none, as for
+    GGUF files. Raises CheckpointError for damaged files."""
     if not (path / MODULES).is_file():
         return EmbeddingConfig(is_stated=False)
     modules = _read(path / MODULES, list)

@@ -28,8 +28,8 @@ def foreign(what: str, kind: type[InferError] = TokenizerError, hint: str = "") 
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, as a sentence that is cut off where it is long; its name, where that is
-    all it says."""
+    """Returns an error's text as a sentence, cut off after 1,000 characters; the name of its class
+    where it has no text."""
     text = "nested too deeply" if isinstance(error, RecursionError) else str(error)
     text = text if len(text) < 1000 else f"{text[:1000]} ..."
     return text if text.endswith((".", "!", "?")) else f"{text or type(error).__name__}."

@@ -21,7 +21,7 @@ IMPLEMENTED = frozenset(
 
 RENAMED = {"max_tokens": "max_new_tokens", "stop": "stop_strings"}  # ours to theirs
 
-# What changes the answer and is not implemented, with the values that mean the same as None: off.
+# Fields that change the answer and are not implemented, with the values that turn them off.
 MISSING: dict[str, tuple[Any, ...]] = {
     "min_length": (0,),
     "min_new_tokens": (0,),
@@ -49,7 +49,7 @@ MISSING: dict[str, tuple[Any, ...]] = {
     "is_assistant": (False,),
 }
 
-# What counts only while sampling, and the values that change nothing then.
+# Fields that count only while sampling, and the values that change nothing then.
 _SAMPLING: dict[str, tuple[Any, ...]] = {
     "temperature": (None, 0, 1),
     "top_k": (None, 0, 1, 50),
@@ -57,8 +57,8 @@ _SAMPLING: dict[str, tuple[Any, ...]] = {
     "min_p": (None, 0),
 }
 
-# What changes no answer of one model without beams: how it is computed, what is returned beside it,
-# guesses that another model would confirm, and fields of those above.
+# Fields that change no answer of one model without beams: how it is computed, what is returned
+# beside it, guesses that another model would confirm, and details of fields in MISSING.
 IRRELEVANT = frozenset(
     "use_cache cache_implementation cache_config max_cache_len low_memory "  # noqa: SIM905
     "prefill_chunk_size "
@@ -104,7 +104,7 @@ def _biases(config: Mapping[str, Any], name: str) -> list[tuple[list[int], float
 
 
 def token_bias(config: Mapping[str, Any], vocab_size: int) -> dict[int, float]:
-    """What is added to the logits of single tokens of the vocabulary; -inf forbids one. As in
+    """Returns the biases of the logits of single tokens, by id; -inf forbids a token. As in
     transformers, a bad word cannot forbid the end. Raises CheckpointError."""
     ends = config.get("eos_token_id")
     result: dict[int, float] = {}
@@ -126,7 +126,7 @@ def sampling_defaults(config: Mapping[str, Any], vocab_size: int) -> dict[str, A
 
 
 def notes(config: Mapping[str, Any]) -> list[str]:
-    """What the file asks for and does not get, a sentence for each reason; of most models nothing.
+    """Returns a sentence for each reason why the file does not get what it asks for; mostly none.
 
     Raises CheckpointError.
     """

@@ -1,4 +1,4 @@
-"""What a model is, what it needs and whether that fits, without loading it."""
+"""Describes a model without loading it: its sizes, the memory it needs and whether that fits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OWN_LAYER = "its own layer"  # that predicts further tokens
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a model is and what it needs at `context` positions; sizes in bytes.
+    """A model, and the memory that it needs at `context` positions; sizes in bytes.
 
     parameters: without those that are shared. dtypes: of the matrices on the GPU. widened: how many
     of these are f32 though the files have them quantised: routers, and those whose parts have no
@@ -101,8 +101,8 @@ def inspect_model(
     offline: bool = False,
     progress: Progress | None = None,
 ) -> Inspection:
-    """What `infer.load` with the same arguments would need. Reads no weights, opens no device, and
-    works without one. progress: as for `load`, of a download.
+    """Returns what `infer.load` with these arguments would need. Reads no weights, opens no device,
+    and works without one. progress: called during a download, as by `load`.
 
     Raises ModelError, DeviceError, TokenizerError, RequestError.
     """
@@ -186,7 +186,7 @@ def inspect_model(
 
 
 def _license(path: Path) -> str | None:
-    """Of a GGUF file, or of the model's card where that has been fetched with the model."""
+    """Returns the license in a GGUF file, or in the model's card where that was fetched with it."""
     if path.is_file() and (named := Gguf.open(path).metadata.get("general.license")):
         return str(named)
     folder = path.parent if path.is_file() else path

@@ -180,7 +180,8 @@ def stream(
     params: SamplingParams | None = None,
     **options: Unpack[Options],
 ) -> Stream:
-    """The same as `generate`, piece by piece."""
+    """Returns the answer of a model to a prompt as a stream of pieces: `load` and `LLM.stream` in
+    one. The model loaded last is kept, as by `generate`."""
     given, rest = _split(model, options)
     check_options(params, **rest)
     if isinstance(model, LLM):
@@ -222,7 +223,7 @@ show_options(Options, generate, stream)
 def _split(
     model: str | Path | LLM, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of `load`, and those of `LLM.stream`."""
+    """Splits options into those of `load` and those of `LLM.stream`."""
     names = set(LoadOptions.__optional_keys__)
     if not isinstance(model, LLM):
         names.add("adapter")

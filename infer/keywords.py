@@ -11,7 +11,8 @@ from typing import Any, TypedDict
 from infer.sampling import LogitsProcessor, SamplingOptions
 from infer.text.tools import Tool, ToolChoice
 
-# What is being done ("download", "weights" or "kernels"), how much is done, and how much there is.
+# Called with the task ("download", "weights" or "kernels"), how much of it is done, and how much
+# there is.
 Progress = Callable[[str, int, int], None]
 
 

@@ -161,7 +161,7 @@ class Stream(Uncopied, Iterator[Chunk]):
         return self._answer().is_ready
 
     def begin_elsewhere(self) -> TokenAnswer:
-        """As `_begin`, for a stream that the thread of event loops reads."""
+        """Begins the answer, which the thread of event loops will read, and returns it."""
         self._begin()
         self._is_elsewhere = True
         return self._answer()

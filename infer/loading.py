@@ -253,7 +253,8 @@ _BATCH, _SOFTWARE_BATCH = 8, 4  # answers at once, where nobody says how many
 
 
 def _positions(cache_memory: int | str | None, nbytes: int) -> int | None:
-    """Those that a cache of so much memory holds. Raises RequestError for what is no amount."""
+    """Returns how many positions of nbytes each a KV cache of so much memory holds; None for None.
+    Raises RequestError for a value that is no amount of memory."""
     if cache_memory is None:
         return None
     held = parse_size(cache_memory) if isinstance(cache_memory, str) else cache_memory
@@ -335,9 +336,9 @@ def open_adapters(
 def open_draft(
     found: ResolvedModel, dtype: str | None, quantize: str | None, name: str, tokenizer: Tokenizer
 ) -> Draft:
-    """What is read of a draft model for the model `name`. dtype: that this one is converted to.
-    quantize: what the draft is quantised to. Raises UnsupportedError where it has another
-    tokenizer, and ModelError."""
+    """Returns what is read of a draft model. name: the model that it drafts for. dtype: the dtype
+    that this model is converted to. quantize: the dtype that the draft is quantised to. Raises
+    UnsupportedError where the draft has another tokenizer, and ModelError."""
     model, checkpoint = open_model(found.path)
     differs = tokenizer.difference(open_tokenizer(found.path))
     if differs is not None:
@@ -355,8 +356,9 @@ def open_draft(
 def open_predictor(
     name: str, model: Decoder, checkpoint: Checkpoint, dtype: str | None, speculate: str
 ) -> Draft | None:
-    """What is read of the model's own layer that predicts further tokens, where that drafts. dtype:
-    as for `plan_weights`. Raises UnsupportedError where there has to be one and is none."""
+    """Returns what is read of the model's own layer that predicts further tokens, if that is to
+    draft; otherwise None. dtype: as for `plan_weights`. Raises UnsupportedError where `speculate`
+    asks for such a layer and there is none."""
     if speculate not in ("mtp", "auto"):
         return None
     predictor = find_predictor(model, [*checkpoint.tensors, *checkpoint.packed])
@@ -373,7 +375,7 @@ def open_predictor(
 
 @dataclass(frozen=True)
 class _Files:
-    """What is read of a model and its adapters before there is a device: all but the weights."""
+    """A model and its adapters as read before there is a device: all but the weights."""
 
     name: str
     model: Decoder
@@ -525,8 +527,8 @@ class _Thread:
 
 
 def weight_dtype(dtype: str | None, quantize: str | None) -> str | None:
-    """What matrices are converted or quantised to; None: nothing. Raises UnsupportedError for a
-    word that is neither, and RequestError where both are given."""
+    """Returns the dtype that matrices are converted or quantised to; None: they stay as they are.
+    Raises UnsupportedError for an unknown word, and RequestError where both are given."""
     _check_choice("dtype", dtype, (None, *DTYPES))
     _check_choice("quantize", quantize, (None, *QUANTIZED))
     if dtype is not None and quantize is not None:

@@ -136,8 +136,8 @@ def checked_context(
 
 
 class MemoryCount:
-    """What loading a model allocates, counted on a device that allocates nothing: the weights once,
-    and an engine for each of the options that are asked about."""
+    """Counts the bytes that loading a model allocates, on a device that allocates nothing: the
+    weights once, and an engine for each of the options that are asked about."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class MemoryCount:
         self._needed: dict[EngineOptions, MemoryNeed] = {}
 
     def needed(self, options: EngineOptions) -> MemoryNeed:
-        """What loading with these options would allocate."""
+        """Returns the bytes that loading with these options would allocate."""
         if options not in self._needed:
             self._device.allocated = self._without_engine
             Engine(self._device, self.model, self._weights, options, self._beside, self._draft)

@@ -67,7 +67,7 @@ def parse_size(text: str) -> int | None:
 
 
 def columns(stream: TextIO) -> int:
-    """Of the terminal that the stream is."""
+    """Returns the width in columns of the terminal that the stream is; 80 where it is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):

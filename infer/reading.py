@@ -139,7 +139,7 @@ def _begun(tokenizer: Tokenizer, prompt_ids: Sequence[int], markers: Collection[
 
 
 def _content(params: SamplingParams) -> str | None:
-    """What is no call and no thought, in Lark."""
+    """Returns the grammar in Lark of an answer's text, without calls and thoughts."""
     if params.schema is not None:
         if error := _error(json.dumps(params.schema)):
             raise RequestError(f"`schema` cannot be followed: {error}")
@@ -150,8 +150,8 @@ def _content(params: SamplingParams) -> str | None:
 
 
 def _schema_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a function's arguments are held to: to any object, if it is not strict and its schema
-    cannot be followed."""
+    """Returns the JSON schema that a function's arguments are held to: that of any object if the
+    function is not strict and its schema cannot be followed."""
     schema = {"type": "object"} | function["parameters"]
     named = {name for way in loose_argument_ways(schema) for name in way.get("properties", ())}
     if "properties" in schema and named <= schema["properties"].keys():  # models make up others

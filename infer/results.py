@@ -27,9 +27,9 @@ class TopLogprob:
 
 @dataclass(frozen=True)
 class TokenLogprob(TopLogprob):
-    """The same of the token that was chosen. top: the most probable tokens in its place, the best
-    first. start: how many characters of the text stand before it; of a part of a character, before
-    that character."""
+    """The token that was chosen, and its log probability. top: the most probable tokens in its
+    place, the best first. start: how many characters of the text stand before it; of a part of a
+    character, before that character."""
 
     top: tuple[TopLogprob, ...]
     start: int

@@ -344,7 +344,8 @@ class SamplingParams:
 
 
 def _rest_of(max_length: Any, prompt_tokens: int) -> dict[str, int]:
-    """What a model's limit for prompt and answer together leaves to the answer."""
+    """Returns the max_tokens that a model's limit for prompt and answer together leaves; {} without
+    a limit. Raises CheckpointError for an invalid limit, RequestError for too long a prompt."""
     if max_length is None:
         return {}
     if not (_is(max_length, int) and max_length >= 1):
@@ -361,7 +362,7 @@ def _rest_of(max_length: Any, prompt_tokens: int) -> dict[str, int]:
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The same fields, as keyword arguments."""
+    """The fields of `SamplingParams`, as keyword arguments."""
 
     temperature: float | None
     top_k: int | None
@@ -546,7 +547,7 @@ def keep_top_p(scores: Scores, p: float) -> Scores:
 
 
 def keep_min_p(scores: Scores, p: float) -> Scores:
-    """What is at least p times as probable as the most probable."""
+    """Returns the scores, with -inf for tokens less than p times as probable as the best one."""
     return np.where(np.exp(scores - scores.max()) < p, -np.inf, scores)
 
 
@@ -573,9 +574,9 @@ class NumpySampler:
     def scores(
         self, logits: NDArray[np.floating], allowed: NDArray[np.bool_] | None = None
     ) -> Scores:
-        """What softmax and the draw see: biased, penalised, processed, masked, divided by
-        temperature and filtered. logits: [vocab], after the last id; allowed: of them, those that
-        may come next. Raises RequestError if no token is possible.
+        """Returns the scores that the next token is drawn from: biased, penalised, processed,
+        masked, divided by temperature and filtered. logits: [vocab], after the last id; allowed:
+        which of the tokens may come next. Raises RequestError if no token is possible.
         """
         params = self.params
         scores = np.array(logits, np.float32)
@@ -658,7 +659,8 @@ def threefry(
 
 
 def logprobs(logits: NDArray[np.floating], token: int, n: int) -> Logprobs:
-    """Of `token` and the n best, of the unfiltered model: logits [vocab] as it computed them."""
+    """Returns the log probabilities of `token` and of the n best tokens, before any filter. logits:
+    [vocab], as the model computed them."""
     wide = logits.astype(np.float64)
     top = wide.max()
     logprob = wide - top - math.log(np.exp(wide - top).sum())

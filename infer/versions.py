@@ -1,4 +1,4 @@
-"""Which code this is, and on what it runs: what answers, and how fast they come, depend on that."""
+"""The versions of this code and of all on which answers and their speed depend."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from infer.kernels.gpu.native import library
 
 
 def versions(webgpu: str | None = None) -> dict[str, str]:
-    """Of this package and of what its speed and results depend on. webgpu: the library that runs
-    the kernels, as for `load`."""
+    """Returns the versions of this package and of all on which its speed and results depend, by
+    name. webgpu: the library that runs the kernels, as for `load`."""
     return {
         "infer": infer.__version__,
         **library(webgpu).versions(),

@@ -48,8 +48,8 @@ class Decreed(Speculation):
 
 
 class DecreedModel(ModelSpeculation):
-    """The same of what a draft model drafts. What is decreed to be right where it is not is another
-    token than the one that was drafted, which only the GPU knows."""
+    """Decrees which tokens of a draft model count as right. Only the GPU knows what was drafted, so
+    where a wrong one is decreed to be right, a token that was not drafted stands for it."""
 
     def __init__(
         self, kinds: Sequence[int], accept: float, count: int | None, vocab_size: int

@@ -1,4 +1,4 @@
-"""What a benchmark measures on one engine: its tests, its host's part, its kernels."""
+"""Measures one engine: the tests of the benchmark, the time of the host, each kernel."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ _PROBE = 16  # tokens of a prompt that tells how fast a prefill is, to choose it
 _SECONDS = 45.0  # that all tests take at most where their sizes are chosen
 
 ItemT = TypeVar("ItemT")
-# What is measured, the run of it that begins (0: the warm-up), and how many there are (0: no runs).
+# Called with the name of a test, the run of it that begins (0: the warm-up), and how many runs it
+# has (0: none).
 Progress = Callable[[str, int, int], None]
 
 
@@ -73,7 +74,7 @@ class Sizes:
 _SIZES = (Sizes(), Sizes(256, 64, 3), Sizes(128, 32, 2), Sizes(64, 16, 1), Sizes(16, 8, 1))
 
 
-# What a step has to read and to compute
+# Bytes that a step has to read, and operations that it has to compute
 
 
 def weight_bytes_per_token(engine: Engine) -> int:
@@ -120,12 +121,14 @@ def prefill_flops(model: Decoder, tokens: int, cached: int = 0) -> int:
 
 
 def decode_flops(model: Decoder, prompt_tokens: int, tokens: int) -> int:
-    """The same of so many decode steps of one sequence after a prompt: each has the head."""
+    """Operations of so many decode steps of one sequence after a prompt, counted as those of
+    `prefill_flops`, but with the head in each step."""
     return _flops(model, range(prompt_tokens + 1, prompt_tokens + tokens + 1), heads=tokens)
 
 
 def _flops(model: Decoder, lengths: range, heads: int) -> int:
-    """Of a token for each of these lengths, to which it attends, and of the head so many times."""
+    """Operations of a token for each of these lengths, the positions that it attends to, and of the
+    head so many times."""
     c = model.config
     head = c.vocab_size * c.hidden_size
     layers = sum(
@@ -157,8 +160,9 @@ class EngineBench:
     def sizes(
         self, prompt: int | None, decode: int | None, repeats: int | None, depth: int
     ) -> Sizes:
-        """What is None, so large that the tests of no depth take _SECONDS at most, and that the
-        context holds them: decode begins after `depth` tokens."""
+        """Returns the sizes of the tests. Those that are None become so large that the tests at
+        depth 0 take _SECONDS at most, and that the context holds them. depth: how many tokens are
+        cached before decode begins."""
         if prompt and decode and repeats:
             return Sizes(prompt, decode, repeats)
         self.progress("sizes of the tests", 0, 0)
@@ -227,7 +231,7 @@ class EngineBench:
         what it has generated while the last of them began."""
         draw = random.Random(1)
         ids, end = range(self.engine.vocab_size), batch_positions(rows, depth, tokens)
-        # Those that begin in one step do so after those before them, which have a token more then.
+        # Answers begin a few in each step; those that began a step before have a token more then.
         steps = [i // self.engine.steps.prompts for i in range(rows)]
         lengths = [max(1, depth - _SETTLE - (steps[-1] - step)) for step in steps]
         prompts = [draw.choices(ids, k=depth)[:length] for length in lengths]
@@ -359,8 +363,9 @@ class EngineBench:
         clients: int,
         begin: Callable[[Sequence[int]], Answer],
     ) -> list[list[float]]:
-        """Of each request when it was sent, and when each token came. One thread is all clients:
-        it makes the steps, and after each takes what there is for all of them."""
+        """Returns, for each request, the time at which it was sent and that of each token, in
+        seconds. One thread is all clients: it makes the steps, and after each takes the tokens of
+        all of them."""
         times: list[list[float]] = [[] for _ in prompts]
         waiting = iter(enumerate(prompts))
         opened: dict[int, Answer] = {}
@@ -411,7 +416,7 @@ class EngineBench:
         return self._generate(ids, params)[1]
 
     def _repeat(self, tests: str, *runs: Callable[[], float]) -> list[tuple[float, ...]]:
-        """What each of the runs returns, time after time, after a warm-up."""
+        """Returns the results of the runs, a tuple for each repetition, after a warm-up."""
         self.progress(tests, 0, self.repeats)
         end = time.perf_counter() + _WARM_UP_SECONDS
         for run in runs:
@@ -554,7 +559,7 @@ def batch_positions(rows: int, depth: int, tokens: int) -> int:
 
 
 def place_batch(engine: Engine, rows: int, kv_len: int) -> None:
-    """The same for one row of each of so many sequences, at the last of so many positions."""
+    """Writes a step with one row of each of so many sequences, at the last of kv_len positions."""
     place_step(engine, [0], kv_len - 1)
     step = pack_step([0] * rows, kv_len - 1)
     own = step[HEADER.itemsize :].view(ROW)

@@ -1,4 +1,4 @@
-"""What a benchmark found: as data, as JSON, and as tables like llama-bench's."""
+"""The results of a benchmark: as data, as JSON, and as tables like llama-bench's."""
 
 from __future__ import annotations
 

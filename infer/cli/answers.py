@@ -188,7 +188,7 @@ class Server:
 
 
 def _told(response: http.client.HTTPResponse, url: str) -> str:
-    """What a server says of a request that it refuses."""
+    """Returns a server's message about a request that it refuses."""
     try:
         return str(json.loads(response.read(_LINE))["error"]["message"])
     except (ValueError, LookupError, TypeError):
@@ -199,7 +199,8 @@ def _told(response: http.client.HTTPResponse, url: str) -> str:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Of a stream, up to [DONE]. Raises InferError where it ends before."""
+    """Yields the server-sent events of a response, up to [DONE]. Raises InferError where the stream
+    ends before."""
     lost = "The connection to the server was lost before the answer was complete."
     try:
         while line := response.readline(_LINE):

@@ -279,7 +279,7 @@ def run(
 
 
 def batch_text(llm: LLM, progress: Progress, loading: Loading) -> str:
-    """What many answers took together, as `infer run --verbose` says of one."""
+    """The statistics of all answers together, as `infer run --verbose` prints those of one."""
     memory = llm.stats().memory
     return table(
         {

@@ -1,4 +1,4 @@
-"""What `infer pull`, `infer list` and `infer rm` say of the models in the hub's cache."""
+"""The output of `infer pull`, `infer list` and `infer rm`, about the models in the hub's cache."""
 
 from __future__ import annotations
 

@@ -488,6 +488,6 @@ class Conversation:
 
 
 def _pace(tokens: int, first: float, rest: float) -> str:
-    # What came at once tells nothing.
+    # Tokens that came at once have no rate.
     rate = f", {(tokens - 1) / rest:.1f} tokens/s" if tokens > 1 and rest > 0.01 else ""
     return f"{tokens:,} token{'s' * (tokens != 1)}{rate}, first token after {first:.2f} s"

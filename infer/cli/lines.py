@@ -1,5 +1,5 @@
-"""What is typed in `infer chat`: in a terminal with prompt-toolkit, which only this imports, or the
-lines of standard input."""
+"""Reads the lines of `infer chat`: from a terminal with prompt-toolkit, which only this module
+imports, or from standard input."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the commands are made of: how their help looks, the groups of options in it, those that
-several commands take, and the values that typer cannot read."""
+"""The options of the commands: how their help looks, the groups in it, options that several
+commands take, and values that typer cannot read."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Commands(TyperGroup):
 
 
 class Dtype(StrEnum):
-    """What weight matrices can be converted to."""
+    """The dtypes that weight matrices can be converted to."""
 
     F32 = "f32"
     F16 = "f16"
@@ -88,7 +88,7 @@ class Dtype(StrEnum):
 
 
 class Quantize(StrEnum):
-    """What weight matrices can be quantised to."""
+    """The dtypes that weight matrices can be quantised to."""
 
     Q8 = "q8"
     Q4 = "q4"
@@ -112,7 +112,7 @@ class Precision(StrEnum):
 
 
 class KVDtype(StrEnum):
-    """What keys and values can be stored as."""
+    """The dtypes that keys and values can be stored in."""
 
     F16 = "f16"
     F32 = "f32"
@@ -157,7 +157,7 @@ def bench_option(
     )
 
 
-# What shells complete
+# Completions for shells
 
 
 def shape_names(incomplete: str) -> list[str]:
@@ -187,7 +187,7 @@ def names_in_cache(incomplete: str) -> list[str]:
         return []
 
 
-# What several commands take
+# Options of several commands
 
 _MODEL = (
     "A hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, or its URL, downloaded"

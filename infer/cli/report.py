@@ -1,4 +1,4 @@
-"""What the commands print: the adapters, a model and what it needs, a generation's statistics."""
+"""The output of the commands: adapters, a model and what it needs, statistics of an answer."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def check_kernels(adapter: AdapterInfo, progress: Callable[[str], None]) -> Chec
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What a model is and what it needs."""
+    """The output of `infer info`: a model and the memory that it needs."""
 
     model: Inspection
 
@@ -318,7 +318,7 @@ def statistics_text(llm: LLM, result: Result, loading: Loading) -> str:
 
 
 def answer_json(result: Result) -> dict[str, Any]:
-    """What was answered."""
+    """Returns a result as the JSON object that the commands print."""
     return {
         "text": result.text,
         "reasoning": result.reasoning,

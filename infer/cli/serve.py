@@ -305,7 +305,7 @@ def needs_extra(what: str) -> Iterator[None]:
 
 
 def _screen(host: Host, address: str) -> str:
-    """What a user needs to know once the server answers."""
+    """Returns what `infer serve` prints once the server answers: its addresses, models and GPU."""
 
     names = [model.id for model in host.models().data]
     rows = {

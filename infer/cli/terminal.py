@@ -32,7 +32,7 @@ from infer.kernels.errors import (
 )
 from infer.progress import columns, discard, is_terminal, visible, write_note
 
-# What a shell reports for a program that SIGINT, or SIGPIPE, has ended: 128 + the signal's number.
+# The exit codes of a program that SIGINT, or SIGPIPE, has ended: 128 + the signal's number.
 INTERRUPTED, NOBODY_READS = 130, 141
 
 
@@ -75,7 +75,7 @@ def in_options(said: object) -> str:
 
 
 def of_system(error: OSError) -> str:
-    """What the system refused, and of which file."""
+    """Returns the system's reason as a sentence, with the file's name if there is one."""
     reason = error.strerror or str(error) or type(error).__name__
     return f"{reason}." if error.filename is None else f"{error.filename}: {reason}."
 
@@ -109,12 +109,12 @@ def never_fail_to_encode() -> None:
 
 
 def write(text: str) -> None:
-    """Text on standard output, at once; a terminal shows control characters and obeys none."""
+    """Writes text on standard output, at once; a terminal shows control characters, obeys none."""
     write_as_is(visible(text) if is_terminal(sys.stdout) else text)
 
 
 def write_as_is(text: str) -> None:
-    """The same for text that a terminal may obey."""
+    """Writes text on standard output, at once, with control characters that a terminal obeys."""
     if sys.stdout is None:  # as it is where a program is started with the stream closed
         return
     try:
@@ -286,7 +286,7 @@ def tell(text: str) -> None:
 
 
 class Shown(Protocol):
-    """What a command prints."""
+    """The output of a command, as text and as JSON."""
 
     def text(self) -> str: ...
     def json(self) -> dict[str, Any]: ...
@@ -309,7 +309,7 @@ def read_prompt(given: str | None) -> str:
     """The prompt: as given, or what standard input holds, without its last line end, where "-" or
     nothing is given. Raises RequestError without a prompt, and for an empty one."""
     if given is not None and given != "-":
-        # Of arguments that are not UTF-8, Python has kept the bytes.
+        # Python keeps the bytes of arguments that are not UTF-8.
         text = _of_bytes(given.encode("utf-8", sys.getfilesystemencodeerrors()), "The prompt")
     elif sys.stdin is None or (given is None and is_terminal(sys.stdin)):
         raise RequestError(

@@ -262,7 +262,8 @@ class Constraint:
         return masks.reshape(-1)
 
     def allowed_after(self, tokens: Sequence[int], start: int, vocab: int) -> NDArray[np.bool_]:
-        """The same as [vocab]."""
+        """Returns which tokens may follow tokens[start:], as booleans [vocab]. Raises RequestError
+        as `mask_after` does."""
         mask = self.mask_after(tokens, start).view(np.uint8)
         return np.unpackbits(mask, count=vocab, bitorder="little").view(np.bool_)
 
@@ -342,7 +343,7 @@ class MaskThreads:
             wait([made])
 
     def make(self, asked: Sequence[Asked], masks: NDArray[np.uint32]) -> list[RequestError | None]:
-        """The same without a thread."""
+        """Writes the masks as `making` does, in this thread. Returns the error of each, or None."""
         words = asked[0].constraint.mask_words
         if masks.shape[1] == words:
             self._fill(asked, masks)

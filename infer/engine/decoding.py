@@ -56,7 +56,7 @@ class Batch:
 
 
 class Parts(NamedTuple):
-    """What the steps of answers are made with. answers: all there are, by their sequences."""
+    """The objects with which steps of answers are made. answers: all there are, by sequence."""
 
     steps: Steps
     scheduler: Scheduler
@@ -217,6 +217,6 @@ class Decoding:
 
 
 def _result(body: _Body) -> Recorded | None:
-    """What was recorded; None if recording had not begun, or failed."""
+    """Returns the recorded step; None if recording had not begun, or failed."""
     future = body.recorded
     return None if future.cancel() or future.exception() is not None else future.result()

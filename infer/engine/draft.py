@@ -172,7 +172,7 @@ class DraftModel:
             sequence.followed = min(filled, end)
 
     def copies(self, page: int, to: int, positions: int) -> list[Copy]:
-        """As those of a KVCache."""
+        """Returns the copies of so many positions from one page of the draft's cache to another."""
         return self.steps.cache.copies(page, to, positions)
 
     def follow(self, queue: StepQueue, known: Sequence[Known]) -> None:
@@ -232,15 +232,15 @@ class DraftModel:
     def first(
         self, sequences: int, chain: SamplerChain, kv_len: int, behind: bool
     ) -> tuple[Part, Part]:
-        """What drafts the first token for so many sequences: a step, and its sampling. behind: it
-        also computes the token before each last one. If all drafts of a round were right, the last
-        of them is not cached yet."""
+        """Returns the parts that draft the first token for so many sequences: a step, and its
+        sampling. behind: the step also computes the token before each last one, which is not cached
+        yet if all drafts of the round before were right."""
         rows = (1 + behind) * sequences
         step = Part(self._recording(self._kind(rows)), rows, kv_len)
         return step, Part(self._recording(None, chain), sequences, kv_len)
 
     def others(self, sequences: int, depth: int, chain: SamplerChain, kv_len: int) -> list[Part]:
-        """What drafts the rest of `depth` tokens."""
+        """Returns the parts that draft the other depth - 1 tokens, one for each."""
         recording = self._recording(self._kind(sequences), chain)
         return [Part(recording, sequences, kv_len)] * (depth - 1)
 

@@ -190,7 +190,8 @@ class Engine(TokenEngine):
                 progress(done, len(first))
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """As `Steps.compile`, the draft model's steps included."""
+        """Compiles the kernels of all steps, the draft model's included. progress: called with how
+        many are done and how many there are."""
         self.steps.compile(progress, *([] if self.draft is None else [self.draft.steps]))
 
     def weights_are_read(self) -> None:
@@ -225,7 +226,7 @@ class Engine(TokenEngine):
 
     @property
     def speculation(self) -> Speculation | None:
-        """What decides how many tokens are drafted, if any are."""
+        """The rule for how many tokens are drafted; None if none are."""
         return self.verification.speculation
 
     @property
@@ -724,7 +725,8 @@ class Engine(TokenEngine):
     def logits(
         self, ids: Sequence[int], adapter: str | None = None
     ) -> Generator[NDArray[np.float32], None, None]:
-        """As `score`."""
+        """Yields the logits of all positions of a text, some rows at a time. Raises as `score`
+        does."""
         self.check_prompt(ids, room=0)
         self.check_adapter(adapter)
         yield from self.texts.logits(ids, adapter, self)

@@ -40,8 +40,9 @@ class Masks:
         sequences: Sequence[scheduler.Sequence],
         drafts: Mapping[scheduler.Sequence, Place] | None = None,
     ) -> Iterator[list[Answer]]:
-        """The same by a thread, while the block runs. At its end the list holds what `make`
-        returns. drafts: given in a step with drafts, where each row has a mask of its own."""
+        """Makes and writes masks as `make` does, by a thread, while the block runs. At its end the
+        list holds what `make` would return. drafts: given in a step with drafts, where each row has
+        a mask of its own."""
         failed: list[Answer] = []
         answers, asked = self._asked(sequences, drafts)
         if not asked:

@@ -36,11 +36,11 @@ class Pipe:
         self._sends = threading.Lock()
 
     def send(self, message: object) -> None:
-        """Raises OSError if nobody reads any more."""
+        """Sends a message. Raises OSError if nobody reads any more."""
         self.write(packed(message))
 
     def write(self, data: bytes) -> None:
-        """The same of messages that are `packed`."""
+        """Sends messages that are `packed` already. Raises OSError if nobody reads any more."""
         with self._sends:
             self._writer.write(data)
             self._writer.flush()

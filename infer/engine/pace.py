@@ -45,16 +45,17 @@ class Pace:
 
     @property
     def rows(self) -> int:
-        """The most of a step: what a layer computes in SUBMISSION_SECONDS, at least a tile."""
+        """The most rows of a step: as many as a layer computes in SUBMISSION_SECONDS, at least a
+        tile."""
         if not self.known:
             return FIRST_ROWS
         return self._rows_in(SUBMISSION_SECONDS * self.layers)
 
     @property
     def rows_beside(self) -> int:
-        """The same while other answers wait for their next tokens. A kind is filled to its last
-        row. The rows are not so few that the fixed part of a step dominates: then all would wait
-        longer."""
+        """The most rows of a step while other answers wait for their next tokens. A kind is filled
+        to its last row. The rows are not so few that the fixed part of a step dominates: then all
+        would wait longer."""
         if not self.known:
             return self.rows
         rows = min(self.rows, self._rows_in(max(PAUSE_SECONDS, 2 * self.step_seconds)))

@@ -1,5 +1,5 @@
-"""Which pages of the KV cache hold which tokens: shared by sequences that begin alike, and kept
-after their end, as long as nobody else needs the room.
+"""The pages of the KV cache and the tokens in them: sequences that begin alike share pages, which
+are kept after their end, as long as nobody else needs the room.
 
 A page is free, or referenced by sequences, or cached, or both of these. What is cached is a tree: a
 page's node hangs below that of the page before it, so that a node means all tokens from the start.
@@ -164,8 +164,8 @@ class PagePool:
             self._count[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Those that nobody references any more become free, or stay cached, of which the last are
-        evicted first. Raises ValueError for a page that is not referenced."""
+        """Gives up a reference to each page. Pages without any become free or, if they are cached,
+        may be evicted, the last of them first. Raises ValueError for a page that has none."""
         for page in pages:
             if not self._count[page]:
                 raise ValueError(f"Page {page} is not referenced.")
@@ -191,7 +191,7 @@ class PagePool:
         self._saved.clear()
         self._free_snapshots = list(range(self.snapshots))[::-1]
 
-    # What they hold
+    # The tokens in pages
 
     def match(
         self, tokens: Sequence[int], key: Hashable, limit: int, uncopied: Container[int] = ()
@@ -246,7 +246,8 @@ class PagePool:
         pages: list[int],
         cached: int,
     ) -> Match:
-        """Of all snapshots below nodes that match, the one after most positions."""
+        """Returns the match that ends at the snapshot after most positions, of all below nodes that
+        match."""
         best = Match(cached=cached)
         for slot, (node, offset) in self._saved.items():
             assert node.parent is not None  # a root has no page

@@ -1,4 +1,4 @@
-"""What the GPU has of the sequences in its slots, so that only what has changed is written."""
+"""The state of sequences that is already on the GPU, so that only changes are written."""
 
 from __future__ import annotations
 

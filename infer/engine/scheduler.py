@@ -1,4 +1,4 @@
-"""Which step comes next: many answers are generated at once, and the GPU has one queue.
+"""The scheduler chooses the next step: many answers are generated at once, on the GPU's one queue.
 
 A sequence waits for a slot and for pages. What is not cached of its prompt is prefilled chunk by
 chunk; then it has a row in each decode step until it ends. Decode steps and chunks alternate. When
@@ -364,7 +364,7 @@ class Scheduler:
         sequence.computed = sequence.settled = sequence.stored = match.length
         if self.snapshot_tail and sequence.shares:
             sequence.saves = [length - self.snapshot_tail]
-            # What two prompts have in common a third may have, too.
+            # A third prompt may begin with the part that two prompts have in common.
             if match.length + pool.page_size <= match.cached < sequence.saves[0]:
                 sequence.saves.insert(0, match.cached)
         if not sequence._begun:
@@ -422,7 +422,7 @@ class Scheduler:
         return None
 
     def _drafted(self, sequence: Sequence) -> Ids[int]:
-        """As much of its draft as its limit allows and there are pages for."""
+        """Returns as much of a sequence's draft as its limit allows and there are pages for."""
         if not sequence.draft:
             return ()
         pool, draft = self.pool, sequence.draft[: sequence.left - 1]

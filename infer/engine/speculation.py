@@ -169,7 +169,7 @@ class Guess:
 
 
 class ModelGuess(Guess):
-    """What must come next, and then what a draft model will say, which only the GPU knows. rates:
+    """The tokens that must come next, then those of a draft model, which only the GPU knows. rates,
     shared by all such answers: how likely the i-th token of a draft is right if all before it are.
     While nothing is drafted nothing is learnt; then the rates go back to what was hoped at first,
     so that drafting is tried again."""
@@ -272,7 +272,7 @@ class Speculation:
         return best
 
     def kind(self, sequences: int, rows: int, depth: int) -> Hashable:
-        """What steps that take equally long have in common. rows: of the kind of step. depth: steps
+        """Returns the key of steps that take equally long. rows: of the kind of step. depth: steps
         of a draft model before it."""
         return rows
 
@@ -291,11 +291,11 @@ class Speculation:
 
 
 class ModelSpeculation(Speculation):
-    """The same with a draft model, which drafts equally many tokens for all sequences, those that a
+    """Speculation with a draft model. It drafts equally many tokens for all sequences, those that a
     constraint forces included. Or only forced tokens are drafted, and the model does nothing."""
 
     def __init__(self, kinds: Sequence[int], *, measures: bool, goes_on: bool = True) -> None:
-        """goes_on: as of a ModelGuess."""
+        """goes_on: whether the model can draft after tokens that must come."""
         super().__init__(kinds, measures=measures)
         self._goes_on = goes_on
         self.rates = [_HOPED] * MAX_DRAFT
@@ -355,8 +355,9 @@ class ModelSpeculation(Speculation):
         return best
 
     def _seconds(self, depth: int, plain: float, times: Mapping[int, float]) -> float:
-        """As measured, or interpolated between no drafts and the nearest depth that was measured.
-        If none was, as long as without drafts, so that it will be measured."""
+        """Returns the seconds of a step with drafts of this depth: measured, or interpolated
+        between no drafts and the nearest depth that was measured. If none was, it is the time
+        without drafts, so that this depth will be measured."""
         if depth in times:
             return times[depth]
         nearest = min(filter(None, times), key=lambda other: abs(other - depth), default=None)

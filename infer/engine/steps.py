@@ -173,7 +173,7 @@ class Steps:
         if any(c.states):
             drafting = {n: StepKind(n, batch=True, drafts=MAX_DRAFT) for n in self.draft_kinds}
             self._kinds |= {self.drafts(rows): kind for rows, kind in drafting.items()}
-        # Of more than a few rows, matmul writes whole tiles.
+        # For more than a few rows, matmul writes whole tiles.
         tile = padded_rows(MAX_VEC_ROWS + 1)
         has_room = device.limits.max_binding >= 4 * stride(c.vocab_size) * tile
         self.scored_rows = min(chunk, tile if has_room else MAX_VEC_ROWS)
@@ -308,11 +308,11 @@ class Steps:
         return "decode" if rows == 1 else f"batch {self.rows_of(rows)}"
 
     def drafts(self, rows: int) -> str:
-        """The same where several may be of one sequence."""
+        """The kind of step of so many rows, several of which may be of one sequence (drafts)."""
         return f"{self._drafting} {self.rows_of(rows)}"
 
     def rows_of(self, rows: int) -> int:
-        """Those of the kind of batch that has room for so many."""
+        """Returns the rows of the smallest kind of batch that has room for so many."""
         return next(n for n in self.batches if n >= rows)
 
 

@@ -24,9 +24,9 @@ from infer.kernels.state.step import HEADER, ROW
 
 
 class Wanted(NamedTuple):
-    """What is read back of a step. rows: the sequences of the sampled rows. logits_of: those of the
-    rows whose logits are read back. logprobs: whether the sampler's log probabilities are. chunk:
-    of a text that is embedded or scored."""
+    """The values to read back of a step. rows: the sequences of the sampled rows. logits_of: the
+    indices of those whose logits are read back. logprobs: whether the sampler's log probabilities
+    are. chunk: the rows of a text that is embedded or scored."""
 
     rows: tuple[scheduler.Sequence, ...]
     logits_of: tuple[int, ...] = ()
@@ -52,8 +52,8 @@ class InFlight:
 
 
 class Read(NamedTuple):
-    """What was read of a step. logits, and ranked, LOGPROB records: by sampled row. of_text: [rows,
-    width] of its chunk."""
+    """The values read back of a step. logits, and ranked, LOGPROB records: by sampled row. of_text:
+    the values of a text's chunk, [rows, width]."""
 
     ids: list[int]
     logits: dict[int, NDArray[np.float32]]

@@ -40,7 +40,7 @@ class Text(ABC):
 
     @property
     def table_length(self) -> int:
-        """As of an Answer."""
+        """How long the sequence gets, which chooses the rotary table, as for an Answer."""
         return int(self.sequence.group)
 
     @abstractmethod
@@ -108,7 +108,7 @@ class Chunk:
 
 
 class TextEngine(Protocol):
-    """What texts ask of the engine that computes them."""
+    """The methods that texts call of the engine that computes them."""
 
     def begin(self, text: Text) -> None:
         """Queue it. Whoever waits computes it."""
@@ -124,10 +124,10 @@ class TextEngine(Protocol):
 
 
 class Texts:
-    """What steps of texts dispatch and leave, and texts from their ids to what came of them.
+    """Steps of texts that are embedded or scored: their dispatches, and the results of each text.
 
-    Each is a sequence of its own, of which nothing is sampled. Steps of texts are made when the
-    first one comes that needs them."""
+    Each text is a sequence of its own, of which nothing is sampled. Its steps are made when the
+    first text comes that needs them."""
 
     def __init__(self, steps: Steps, recordings: Recordings, config: DecoderConfig) -> None:
         self._steps, self._recordings, self._config = steps, recordings, config
@@ -137,7 +137,7 @@ class Texts:
     # Steps
 
     def chunk(self, text: Text, work: Prefill) -> Chunk:
-        """What is read back of the step that it has next; writes what that needs."""
+        """Returns the rows to read back of a text's next step, and writes what computes them."""
         steps, rows = self._steps, text.rows(work)
         if isinstance(text, Embedding):
             width = self._config.hidden_size
@@ -165,7 +165,7 @@ class Texts:
 
     @cached_property
     def _ranker(self) -> Sampler:
-        """Of the logits of all rows, of which nothing is sampled."""
+        """The sampler that ranks the logits of all rows and samples none."""
         steps, rows = self._steps, self._steps.scored_rows
         vocab_size = self._config.vocab_size
         return Sampler(steps.device, vocab_size, steps.scored, steps.step, max_rows=rows)
@@ -200,8 +200,9 @@ class Texts:
         engine: TextEngine,
         ahead: int,
     ) -> Generator[NDArray[np.float64], None, None]:
-        """As `TokenEngine.embed`. A few at a time, so that an answer that comes meanwhile need not
-        wait for all of them: so many `ahead` of the one that is waited for."""
+        """Yields an embedding for each text, as `TokenEngine.embed` does. So many texts are begun
+        `ahead` of the one that is waited for; an answer that comes meanwhile need not wait for all
+        of them."""
         self._make((HIDDEN + kind for kind in self._steps.rows), adapter, engine)
         running: deque[Embedding] = deque()
         try:
@@ -222,14 +223,14 @@ class Texts:
     def score(
         self, ids: Sequence[int], n: int, adapter: str | None, engine: TextEngine
     ) -> Generator[list[Logprobs], None, None]:
-        """As `TokenEngine.score`."""
+        """Yields the log probabilities of a text's tokens, as `TokenEngine.score` does."""
         for part in self._parts(ids[:-1], ids[1:], adapter, engine) if len(ids) > 1 else ():
             yield [ranked(row, n) for row in part.view(LOGPROB)]
 
     def logits(
         self, ids: Sequence[int], adapter: str | None, engine: TextEngine
     ) -> Iterator[NDArray[np.float32]]:
-        """As `TokenEngine.logits`."""
+        """Yields the logits of a text's positions, as `TokenEngine.logits` does."""
         return self._parts(ids, None, adapter, engine)
 
     def _parts(

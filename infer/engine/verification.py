@@ -147,8 +147,8 @@ class Verification:
         self._prepared = Prepared(*of)
 
     def take(self, batch: Batch) -> Prepared | None:
-        """What was recorded for the next step, if that step is one of this batch and all tokens
-        before it have been read."""
+        """Returns the recorded next step, if it is one of this batch and all tokens before it have
+        been read; otherwise None."""
         prepared = self._prepared
         if prepared is None:
             return None
@@ -166,7 +166,7 @@ class Verification:
             self._drop(prepared)
 
     def forget(self) -> None:
-        """The same without sending it: what it uses may be gone."""
+        """Drops what was recorded and never sends it: the buffers that it uses may be gone."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             for recorded in prepared.recorded:
@@ -306,8 +306,8 @@ class Verification:
     def _known(
         self, places: Mapping[scheduler.Sequence, Place], rows: NDArray[Any]
     ) -> dict[scheduler.Sequence, Place]:
-        """The same places, of held answers, with the model's drafts up to the first that is not
-        allowed. The rows after it are made dead. rows: of the step."""
+        """Returns the places of answers with a constraint, with the model's drafts up to the first
+        token that is not allowed. The rows after it are made dead. rows: those of the step."""
         known = {}
         for sequence, (first, draft) in places.items():
             answer = self._answers.get(sequence)

@@ -76,7 +76,7 @@ def _end(code: int, message: str = "") -> None:
 
 
 def _standard_streams() -> Pipe:
-    """What is printed from here on goes to standard error."""
+    """Returns the pipe on standard input and output; from here on, prints go to standard error."""
     reader, writer = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

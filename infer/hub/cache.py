@@ -89,7 +89,7 @@ def _is_local(model: str) -> bool:
     )
 
 
-# What is there
+# Models in the cache
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ class CachedModels:
 
 
 def list_models() -> CachedModels:
-    """What of the cache can be loaded. Raises ModelError for a cache that cannot be read."""
+    """Returns the models in the cache that can be loaded. Raises ModelError for a cache that cannot
+    be read."""
     cache = cache_folder()
     models: list[CachedModel] = []
     files: set[Path] = set()
@@ -274,7 +275,7 @@ def _format(config: Mapping[str, Any], folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Deletion:
-    """What would be deleted of the cache: found, and not yet done.
+    """Files of the cache that were found and would be deleted.
 
     Attributes:
         name: of the model.
@@ -338,8 +339,8 @@ class Deletion:
 
 
 def find_deletion(model: str, revision: str | None = None) -> Deletion:
-    """What of the cache is a model: a repository with all its revisions, or one of them, or a GGUF
-    model there. Of the files of others nothing. `revision` may be the beginning of a commit.
+    """Finds the files of a model in the cache: a repository with all its revisions, or one of them,
+    or a GGUF model there; no files of other models. `revision` may be the beginning of a commit.
 
     Raises ModelNotFoundError for what is not in the cache.
     """
@@ -412,7 +413,8 @@ def _of_gguf(repo: str, wanted: str, snapshot: Path, files: list[Path]) -> list[
 
 
 def _blob(file: Path) -> Path:
-    """What a file of a snapshot links to, which may be a link itself; else the file."""
+    """Returns the target of a snapshot's file, which may be a link itself; the file where it is
+    none."""
     if not file.is_symlink():
         return file
     target = file.parent / os.readlink(file)
@@ -426,6 +428,6 @@ def _not_there(name: str, cache: Path) -> ModelNotFoundError:
 
 
 def cached_names() -> list[str]:
-    """What models in the cache are called, and those of their repositories that have several."""
+    """Returns the names of the models in the cache and of their repositories, sorted."""
     models = list_models().models
     return sorted({name for model in models for name in (model.name, model.repository)})

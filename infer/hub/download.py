@@ -155,7 +155,7 @@ class Repository:
         )
 
     def remember(self, commit: str) -> None:
-        """What the revision means, for when no hub can be asked."""
+        """Writes down which commit the revision is, for when no hub can be asked."""
         ref = self._ref()
         if self.revision == commit:
             return
@@ -171,10 +171,10 @@ class Repository:
     def _ref(self) -> Path:
         return self.folder / "refs" / (self.revision or "main")
 
-    # What there is
+    # Files of the repository
 
     def ask(self, *, cached: bool) -> Listing:
-        """What the hub has. cached: it is not waited for long.
+        """Asks the hub for the files of the repository. cached: the hub is not waited for long.
 
         Raises RefusedError, TimeoutError, and any error of the HTTP client: `error` translates all
         of them.
@@ -447,7 +447,7 @@ class Repository:
         return ModelError(f"{self._hub} answered {error.status} for {self.id}. Run it again later.")
 
     def _quoted(self, error: BaseException) -> str:
-        """What an error says, in a line that holds neither the token nor a password."""
+        """Returns an error's text in one line, without the token or a password."""
         text = f"{type(error).__name__}: {error}"
         if self._token:
             text = text.replace(self._token, "***")
@@ -456,7 +456,8 @@ class Repository:
 
 
 def _blob(file: dict[str, Any]) -> tuple[str, int] | None:
-    """What a hub says of a file's content: its digest, which is its ETag, and its bytes."""
+    """Returns the digest of a file's content, which is its ETag, and its size in bytes; None where
+    the hub does not give both."""
     lfs, nbytes = file.get("lfs"), file.get("size")
     digest = lfs.get("sha256") if isinstance(lfs, dict) else file.get("blobId")
     if not isinstance(digest, str) or not _ETAG.fullmatch(digest):

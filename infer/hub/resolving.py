@@ -61,7 +61,7 @@ HUB_MODEL = re.compile(
     rf"(?P<repo>{HUB_ID.pattern})(?::(?P<quantisation>[\w.-]+)|/(?P<file>[^\\]+\.gguf))?",
     re.ASCII | re.IGNORECASE,
 )
-# What the pages of the hub are called, and what is in them.
+# URLs of the hub's pages, with the model, the revision and the path in them.
 HUB_SITE = re.compile(r"(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)/", re.IGNORECASE)
 HUB_PAGE = re.compile(
     rf"(?P<model>{HUB_ID.pattern}(?::[\w.-]+)?)"
@@ -192,8 +192,9 @@ def resolve_adapter(
 def model_of_hub(
     model: str, revision: str | None = None, token: str | None = None
 ) -> tuple[re.Match[str], Repository]:
-    """What a model that is not local is called on the hub, a match of `HUB_MODEL`, and where it is.
-    For the arguments see `resolve`. Raises ModelNotFoundError for what can be none."""
+    """Returns the name on the hub of a model that is not local, as a match of `HUB_MODEL`, and its
+    repository. `resolve` describes the arguments. Raises ModelNotFoundError for an impossible
+    name."""
     called, revision = _of_page(model, revision)
     of_hub = HUB_MODEL.fullmatch(called)
     if of_hub is None or (of_hub["file"] and os.path.isdir(of_hub["repo"])):
@@ -206,8 +207,8 @@ def model_of_hub(
 
 
 def model_files(path: Path) -> list[Path]:
-    """What is loaded of a model that is there, and its card: of the folder or the GGUF file that
-    `resolve` finds, the files. Raises CheckpointError for a broken index."""
+    """Returns the files that are loaded of a local model, and its card. path: the folder or GGUF
+    file that `resolve` finds. Raises CheckpointError for a broken index."""
     if path.is_file():
         return [path.with_name(part) for part in gguf_parts(path.name)]
     names = [p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()]
@@ -270,7 +271,7 @@ def _from_hub(
     find: Callable[[], ResolvedModel],
     fetch: Callable[[Listing], ResolvedModel],
 ) -> ResolvedModel:
-    """What a repository has: found in the cache, or fetched where the hub has something newer."""
+    """Returns the model in the cache, or fetches it where the hub has something newer."""
     if offline or settings().HF_HUB_OFFLINE:
         return find()
     cached = None
@@ -354,7 +355,7 @@ def _find_in_cache(repository: Repository, model: re.Match[str]) -> ResolvedMode
 def _fetch(
     repository: Repository, model: re.Match[str], listing: Listing, progress: Progress
 ) -> ResolvedModel:
-    """What a model needs of the files of its repository."""
+    """Fetches the files that a model needs from its repository."""
     repo, commit, names = repository.id, listing.commit, listing.names
 
     def fetch(wanted: Iterable[str]) -> Path:
@@ -402,7 +403,7 @@ def _choose_gguf(
 
 
 def find_gguf(wanted: str | None, models: list[str]) -> list[str]:
-    """Those of the models that are meant by a path, by a quantisation, or by nothing at all."""
+    """Returns the models that a path or a quantisation means; all of them without either."""
     if wanted is None:
         return models
     word = re.compile(rf"(?:^|[-.]){re.escape(wanted)}(?=[-.]|$)", re.IGNORECASE)
@@ -410,7 +411,8 @@ def find_gguf(wanted: str | None, models: list[str]) -> list[str]:
 
 
 def gguf_id(repo: str, model: str, models: list[str]) -> str:
-    """What means this one of a repository's models: its quantisation, if no other has it."""
+    """Returns the id of one of a repository's models: with its quantisation if no other has that,
+    otherwise with its path."""
     for quantisation in QUANTISATION.findall(PurePosixPath(model).stem):
         if find_gguf(quantisation, models) == [model]:
             return f"{repo}:{quantisation}"
@@ -441,7 +443,7 @@ def _shards(folder: Path) -> list[str]:
 
 
 def lacking_files(folder: Path) -> list[str]:
-    """What a model cannot be loaded without, and is not in `folder`."""
+    """Returns the names of files that are not in `folder` and that loading needs."""
     names = ["config.json", *_shards(folder)]
     lacking = [name for name in names if not (folder / name).is_file()]
     return lacking if lacking or _has_weights(folder) else ["its weights"]

@@ -54,7 +54,7 @@ class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
 
 Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 _KINDS = {str(kind.__struct_config__.tag): kind for kind in get_args(Block)}
-# What Anthropic's server did, or would have done with tools of which all are offered here anyway.
+# Blocks of old messages that are left out with a warning: tools that Anthropic's server has run.
 _HARMLESS = re.compile(r"server_tool_use|mcp_tool_use|tool_reference|\w+_tool_result")
 
 
@@ -344,7 +344,8 @@ class MessagesFormat:
         return _event("error", **anthropic_body(error))
 
     def _in_block(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> bytes:
-        """What comes next belongs to a block like this one."""
+        """Returns the events before a piece of such a block: none if one is open, or else the end
+        of the open block and the beginning of this one."""
         kind = str(block.__struct_config__.tag)
         if kind == self._open:
             return b""

@@ -53,7 +53,8 @@ def read(call: Call[CompletionRequest]) -> Job:
 
 
 def read_prompts(given: str | Sequence[str | int | list[int]], param: str) -> list[Prompt]:
-    """Of a text, token ids, or a list of either. Raises ApiError (400) for a mixed one."""
+    """Returns the prompts in a text, token ids, or a list of either. Raises ApiError (400) for a
+    list that has both."""
     if isinstance(given, str):
         return [given]
     kinds = set(map(type, given))
@@ -80,7 +81,7 @@ class CompletionChoices:
     async def read_prompts(
         self, engine: EngineClient, encoded: list[list[int]], adapter: str | None
     ) -> None:
-        """What is echoed."""
+        """Reads the text of each prompt, and its log probabilities if asked for, to be echoed."""
         for prompt, ids in zip(self.prompts, encoded, strict=True):
             decoded = await engine.decode(ids)
             text = prompt if isinstance(prompt, str) else decoded
@@ -114,7 +115,7 @@ class CompletionChoices:
         return CompletionChoice(index, "", finish_reason=result.finish_reason)
 
     def _echo(self, index: int) -> tuple[str, CompletionLogprobs | None]:
-        """What an answer begins with."""
+        """Returns the echoed prompt that an answer begins with, and its log probabilities."""
         return self._echoes[index // self._n] if self._echoes else ("", None)
 
 

@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong, in the form of the API that it asked."""
+"""Errors as clients get them, in the form of the API that was asked."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def ollama_body(error: ApiError) -> dict[str, Any]:
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of any error; one that is not meant for clients is logged."""
+    """Returns the error that a client gets for any exception. One that is not meant for clients is
+    logged."""
     match error:
         case ApiError():
             return error

@@ -78,8 +78,8 @@ class Format(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What a request asks for. param: the parameter that holds the prompts. params: None if nothing
-    is to be generated. tools: what an answer to a chat may call; None: answers are plain text.
+    """A request as read. param: the parameter that holds the prompts. params: None if nothing is to
+    be generated. tools: what an answer to a chat may call; None: answers are plain text.
     suffix: the text after the answers. before: what the format needs to know of the encoded
     prompts, given the adapter."""
 
@@ -192,7 +192,7 @@ def _is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return bool(prompt) and isinstance(prompt[0], Mapping)
 
 
-# Of Claude Code, with other values in each request: it would spoil the cache of all that follows.
+# Claude Code's header differs in each request: it would spoil the cache of all that follows.
 _BILLING = re.compile(
     r"^[ \t]*x-anthropic-billing-header:(?:[ \t]*[\w-]+=[^;\s]*;)+[ \t]*\n?", re.I | re.M
 )

@@ -141,7 +141,7 @@ class Host(Served):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # What is there
+    # Models that are served
 
     def models(self) -> Models:
         found: list[Model] = []

@@ -40,8 +40,8 @@ def most_connections() -> int:
 
 
 class State(ServerState):
-    """What all connections of a server share. waiting: those whose next request has not come
-    completely, the one that has waited longest first."""
+    """The state that all connections of a server share. waiting: the connections whose next request
+    has not come completely, the one that has waited longest first."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ _TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 
 
 class Metrics:
-    """Of one server. For one thread."""
+    """The metrics of one server, in Prometheus' format. For one thread."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -41,11 +41,11 @@ class Metrics:
         self._answers = histogram("request_generation_tokens", "Of each answer.", _TOKENS)
 
     def watched(self, model: str, answer: Answer) -> Answer:
-        """The same answer, which is counted. model: its name for clients."""
+        """Wraps an answer so that its tokens are counted. model: its name for clients."""
         return _Watched(self, model, answer)
 
     def text(self, stats: Mapping[str, EngineStats]) -> bytes:
-        """All of them. stats: what the engines do now, by model."""
+        """Returns all metrics as Prometheus reads them. stats: of the engines now, by model."""
         now = CollectorRegistry()
         now.register(_Now(stats))
         return generate_latest(self._registry) + generate_latest(now)
@@ -74,7 +74,7 @@ _COUNTERS: dict[str, tuple[str, _Value]] = {
 
 
 class _Now(Collector):
-    """Of what the engines count themselves."""
+    """Collects the metrics that engines count themselves."""
 
     def __init__(self, stats: Mapping[str, EngineStats]) -> None:
         self._stats = stats

@@ -467,7 +467,7 @@ async def tags(served: Served) -> Tags:
 
 
 async def running(served: Served) -> Tags:
-    """Those that are loaded."""
+    """Returns the models that are loaded."""
     listed = []
     for service in served.services():
         one = await _listed(service.name, service.created, service.engine)

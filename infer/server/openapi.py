@@ -69,14 +69,14 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
 
 
 def _parameters(path: str) -> list[dict[str, Any]]:
-    """Those that stand in a path."""
+    """Returns the parameters that stand in a path."""
     names = [part[1:].partition(":")[0] for part in path.split("/") if part.startswith("{")]
     string = {"type": "string"}
     return [{"name": n, "in": "path", "required": True, "schema": string} for n in names]
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The same for people. It loads nothing."""
+    """Returns the document as a page of HTML for people. It loads nothing from elsewhere."""
     parts = [
         f"<h2><code>{method.upper()} {escape(path)}</code></h2>{_operation(op)}"
         for path, methods in document["paths"].items()

@@ -1,4 +1,4 @@
-"""Of several engines, which one has most of a prompt in its cache, and how busy each is."""
+"""Chooses between several engines: which has most of a prompt in its cache, how busy each is."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ANSWER = 256  # tokens of a prompt that take as long as another answer is to be 
 
 
 class Prefixes:
-    """What was sent to each engine lately. What its cache really has, it alone knows: this is a
-    guess, and a wrong one costs time."""
+    """The prompts that were sent to each engine lately. Only the engine knows what its cache has:
+    this is a guess, and a wrong one costs time."""
 
     def __init__(self) -> None:
         self._sent = defaultdict[Hashable, OrderedDict[int, None]](OrderedDict)
@@ -51,7 +51,7 @@ class Prefixes:
 
 
 def _blocks(ids: Sequence[int], key: Hashable) -> list[int]:
-    """Of each whole block a hash of all tokens up to its end."""
+    """Returns, for each whole block, a hash of all tokens up to its end."""
     found, last = [], hash(key)
     for end in range(BLOCK, len(ids) + 1, BLOCK):
         last = hash((last, *ids[end - BLOCK : end]))

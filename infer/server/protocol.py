@@ -1,5 +1,5 @@
-"""What clients send and get, in OpenAI's names. Nothing that a request asks for is dropped in
-silence: what is not implemented is refused by its name, what is not known is warned of."""
+"""Requests and responses as types, in OpenAI's names. Nothing that a request asks for is dropped
+in silence: what is not implemented is refused by its name, what is not known is warned of."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 
     @property
     def held_to(self) -> dict[str, Any] | None:
-        """What an answer has to be valid under. Raises ApiError (400) where that is not said."""
+        """Returns the schema that an answer has to be valid under. Raises ApiError (400) where type
+        and json_schema do not fit together."""
         named, given = self.json_schema, self.schema
         wrong = named is not None and (self.type != "json_schema" or given is not None)
         if named is not None:
@@ -220,7 +221,7 @@ class EmbeddingRequest(Request, kw_only=True):
 
 
 class TokenizeRequest(Request, kw_only=True):
-    """Of a text, or of a chat as its template writes it."""
+    """A request for the tokens of a text, or of a chat as its template writes it."""
 
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
@@ -332,8 +333,8 @@ def _constrained(kind: str, value: Any) -> dict[str, Any]:
 
 
 def params_of(**given: Any) -> SamplingParams:
-    """What is None is left out; -1 is no limit, where there is one. Raises RequestError for a value
-    that is out of range."""
+    """Returns sampling parameters without those that are None; -1 is no limit, where a parameter is
+    one. Raises RequestError for a value that is out of range."""
     for name, unlimited in _UNLIMITED.items():
         if given.get(name) == -1:
             given[name] = unlimited
@@ -408,7 +409,7 @@ class FunctionCall(Struct, omit_defaults=True):
 
 
 class ToolCall(Struct):
-    """Of a stream, a piece of one: see `infer.text.tools.ToolCallDelta`."""
+    """A call of a tool or, in a stream, a piece of one: see `infer.text.tools.ToolCallDelta`."""
 
     function: FunctionCall
     id: str | UnsetType = UNSET
@@ -450,8 +451,9 @@ class ChatChunkChoice(Struct):
 
 
 class CompletionLogprobs(Struct):
-    """Of an echoed prompt's first token there is none. text_offset: where in the text each token
-    begins, in characters; of a part of a character, where that begins."""
+    """Log probabilities of tokens; that of an echoed prompt's first token is None. text_offset: the
+    place in the text where each token begins, in characters; of a part of a character, where that
+    begins."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -512,9 +514,9 @@ class Gpu(Struct):
 
 
 class Model(Struct, kw_only=True):
-    """As clients of OpenAI's and Anthropic's know it. context: positions for a prompt and its
-    answer, and gpu: what computes it, where the model is loaded. parent: of an adapter, the
-    model."""
+    """A model, in the form of OpenAI and Anthropic. context: positions for a prompt and its answer.
+    gpu: what computes it, where the model is loaded. parent: the model, where this is a LoRA
+    adapter."""
 
     id: str
     object: str = "model"

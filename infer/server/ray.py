@@ -125,7 +125,7 @@ def application(args: Mapping[str, Any]) -> serve.Application:
 
 @dataclass
 class Info:
-    """What an EngineClient says of itself, once it is loaded."""
+    """The attributes of an EngineClient once its model is loaded."""
 
     name: str
     model_type: str
@@ -210,8 +210,9 @@ class Replica:
 
 
 def own_device(device: str | None) -> str | int | None:
-    """Of the GPUs that Ray has given this process, as an index of `list_adapters`. Ray counts as
-    CUDA does, which need not be WebGPU's order; but what is one to one for Ray is so here too."""
+    """Returns the given device or, if it is None, the GPU that Ray has given this process, as an
+    index of `list_adapters`. Ray's order is CUDA's, which need not be WebGPU's; each of Ray's GPUs
+    still is another one here."""
     given = ray.get_gpu_ids()
     if not given or device is not None:
         return device
@@ -357,7 +358,7 @@ class RayEngine(Info):
         return found
 
     async def stats(self) -> EngineStats:
-        """Of one of the replicas."""
+        """Returns the statistics of one of the replicas."""
         stats: EngineStats = await self._call("stats")
         return stats
 

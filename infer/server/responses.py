@@ -27,7 +27,7 @@ from infer.text.tools import ToolChoice, ToolOptions
 
 
 class Part(Struct):
-    """Of a content: type input_text, output_text, summary_text or reasoning_text."""
+    """A part of a content. type: input_text, output_text, summary_text or reasoning_text."""
 
     type: str
     text: str | None = None
@@ -427,7 +427,8 @@ class ResponsesFormat:
         return item
 
     def _begin_text(self, kind: type[Any], part: OutputText | ReasoningText) -> bytes:
-        """What comes next is the text of an item of that kind."""
+        """Returns the events before a text of such an item: none if one is open, or else the end of
+        the open item and the beginning of this one."""
         if self._open and isinstance(self._output[-1], kind):
             return b""
         data = self._end_item("completed")
@@ -484,7 +485,7 @@ class ResponsesFormat:
         return self._event(f"response.output_item.{what}", output_index=index, item=item)
 
     def _part_event(self, name: str, **data: Any) -> bytes:
-        """Of the only part of the last item."""
+        """Returns an event about the only part of the last item."""
         index, item = len(self._output) - 1, self._output[-1]
         return self._event(name, item_id=item.id, output_index=index, content_index=0, **data)
 

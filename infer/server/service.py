@@ -1,4 +1,4 @@
-"""What all endpoints share: options, models by name, bodies of requests."""
+"""The code that all endpoints share: options, models by name, bodies of requests."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ async def tokenize(call: Call[TokenizeRequest]) -> None:
 
 
 async def about(served: Served) -> TokenizerInfo:
-    """As vLLM tells it: clients that count by ids need no tokenizer of their own."""
+    """Returns the special tokens and the template, as vLLM does: clients that count by ids need no
+    tokenizer of their own."""
     async with served.using(None) as service:
         own = service.engine.special_tokens
         return TokenizerInfo(

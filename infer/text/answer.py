@@ -10,7 +10,7 @@ from typing import Any
 from infer.text.answer_reader import EnoughError, Pieces, Reader, Steps
 from infer.text.tool_formats import HARMONY_ENDS, HERMES, ToolFormat, find_format
 
-# What is before and after a thought, at the beginning of an answer.
+# The markers before and after a thought, at the beginning of an answer.
 _THOUGHTS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -30,7 +30,7 @@ class AnswerStyle:
     thinks: bool
 
     def markers(self, *, with_tools: bool) -> tuple[str, ...]:
-        """What may be special tokens."""
+        """Returns the markers that may be special tokens."""
         if with_tools or self.tools.whole:
             return (*self.thought, *self.tools.markers)
         return self.thought
@@ -53,15 +53,15 @@ class AnswerStyle:
 
 @lru_cache(maxsize=32)
 def answer_style(template: str) -> AnswerStyle:
-    """Of the answers to a chat template's prompts."""
+    """Returns the style of the answers to a chat template's prompts."""
     tools = find_format(template) or HERMES
     found = next((each for each in _THOUGHTS if any(mark in template for mark in each)), None)
     return AnswerStyle(tools, found or _THOUGHTS[0], tools.whole or found is not None)
 
 
 class AnswerParser:
-    """Of one answer. functions: the schemas of those that it may call; None: what looks like a call
-    is text."""
+    """Parses one answer while it arrives. functions: the schemas of those that it may call; None:
+    what looks like a call is text."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class AnswerParser:
         return self._reader.unfinished if self._reader.is_cut else None
 
     def finish(self, *, cut: bool = False) -> Pieces:
-        """What was held back. cut: the answer was ended by a limit and not by the model. Then what
-        has begun to be a call or a marker is not text."""
+        """Returns the text that was held back. cut: the answer was ended by a limit and not by the
+        model. Then what has begun to be a call or a marker is not text."""
         self._reader.end(cut=cut)
         return self._go_on()
 

@@ -1,4 +1,4 @@
-"""What parsers of answers are written with.
+"""The reader with which parsers of answers are written.
 
 A parser is a generator that takes text from a `Reader` and tells it what that is. Wherever what has
 come is not enough to decide, it yields, and goes on when there is more. So it reads like a parser
@@ -28,7 +28,7 @@ _OUTSIDE_STRINGS = frozenset('{}[]:,"+-.' + string.ascii_letters + string.digits
 
 
 class MalformedError(Exception):
-    """Of a call: it is text, if its name has not been told yet."""
+    """A call is malformed: it is text, if its name has not been told yet."""
 
 
 class EnoughError(Exception):
@@ -37,7 +37,7 @@ class EnoughError(Exception):
 
 @dataclass
 class Pieces:
-    """What some of an answer's text turned out to be."""
+    """A part of an answer, divided into text, reasoning and calls."""
 
     text: str = ""
     reasoning: str = ""
@@ -113,11 +113,11 @@ class Reader:
         return self._cut
 
     def take_pieces(self) -> Pieces:
-        """What has been told since the last time."""
+        """Returns the pieces that were told since the last call."""
         pieces, self.pieces = self.pieces, Pieces()
         return pieces
 
-    # What it is
+    # Text that was recognised
 
     def text(self, text: str) -> None:
         self.pieces.text += self._text.add(text)
@@ -140,7 +140,7 @@ class Reader:
         self.calls += 1
 
     def arguments(self, text: str) -> None:
-        """Of the call that began last."""
+        """Tells a part of the arguments of the call that began last."""
         if text:
             self.pieces.tool_calls.append(ToolCallDelta(self.calls - 1, arguments=text))
 

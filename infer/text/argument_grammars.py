@@ -56,7 +56,7 @@ class Rules(Protocol):
         """Exactly this text."""
 
     def before(self, text: str, end: str, *, loose: bool) -> str:
-        """What a terminal matches, and this end behind it."""
+        """Returns an expression for what the terminal `text` matches, with `end` behind it."""
 
 
 def escaped(pattern: str) -> str:
@@ -83,7 +83,7 @@ class Arguments:
         self._known: dict[str, str] = {}  # rules of Gemma's values by their schemas
 
     def python(self) -> str:
-        """As `a=1, b="x"`."""
+        """Returns the grammar of arguments as `a=1, b="x"`."""
         return self._any_of(map(self._python, self._argument_ways()))
 
     def xml(self, tags: Tags) -> str:
@@ -91,7 +91,7 @@ class Arguments:
         return self._any_of(self._xml(tags, way) for way in self._argument_ways())
 
     def gemma(self, quote: str) -> str:
-        """As `a:1,b:<quote>x<quote>`."""
+        """Returns the grammar of arguments as `a:1,b:<quote>x<quote>`."""
         ways = self._argument_ways()
         return self._any_of(self._gemma_entries(quote, way, nested=False) for way in ways)
 
@@ -117,9 +117,9 @@ class Arguments:
     def _properties(
         self, way: Way, is_name: Callable[[str], bool], *, nested: bool = False
     ) -> tuple[list[tuple[str, object, bool]], object]:
-        """Of an object: names, schemas and whether they are required, and the schema of others,
-        False if there may be none. Where arguments are named and nothing is said of others, there
-        are none: models make them up. is_name: whether the format can write it."""
+        """Returns the members of an object (name, schema, whether it is required), and the schema
+        of others, False if there may be none. Where arguments are named and nothing is said of
+        others, there are none: models make them up. is_name: whether the format can write it."""
         named = dict(way.get("properties", {}))
         others = way.get("additionalProperties", nested or not named)
         required = way.get("required", ())

@@ -279,7 +279,8 @@ def _marked(message: dict[str, Any]) -> str:
 
 
 def _until_mark(rendered: str, final: str) -> str:
-    """What is before the mark. Raises RequestError if not all of the final message is."""
+    """Returns the text before the mark. Raises RequestError if a part of the final message is not
+    in it."""
     before, mark, after = rendered.rpartition(_MARK.strip())
     if not mark or final.strip() not in before:
         raise RequestError(
@@ -332,7 +333,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def not_text(kind: object) -> str:
-    """What is said of content of another type, by all APIs."""
+    """Returns the message of all APIs about content of another type than text."""
     return f"Content of the type {shown(kind)} is not supported: only text is."
 
 

@@ -95,13 +95,13 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "gpt-4o": (_GPT4O,),
     "seed-coder": (_SEED,),
 }
-# Those that are split in GPT-2's own way after that.
+# Pre-tokenizers that split words in GPT-2's own way after their own.
 _BY_GPT2 = ("smollm", "starcoder", "refact", "command-r", "gpt-2", "phi-2", "olmo", "exaone4")
 # Words of the vocabulary are not merged.
 _WHOLE = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
 _NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "hunyuan", "command-r", "olmo")
 
-# What ends a turn in the formats of gpt-oss and Solar Open, where <|end|> only ends a message.
+# The tokens that end a turn in gpt-oss and Solar Open, where <|end|> only ends a message.
 _ENDS_WITH_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 # Tokens that end a turn, whether or not a file says so: many name only one, and some give them a
 # type of tokens that stand for text. As llama.cpp has them (llama-vocab.cpp), without what it ends
@@ -127,7 +127,7 @@ _ENDS_BY_TEXT = {
     *_ENDS_WITH_MESSAGES[0],
     *_ENDS_WITH_MESSAGES[1],
 }
-# What of Phi-3's tokens leaves the space behind it alone.
+# Tokens of Phi-3 that do not strip the space behind them.
 _PHI3_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -185,7 +185,7 @@ def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
         special_tokens={name: tokens[number] for name, number in ids.items() if number is not None},
         eos_token_ids=[number for number in eos_ids if number is not None],
         templates=_templates(gguf.metadata),
-        # As in llama.cpp; EOS, however, is not to end a chat that goes on.
+        # BOS begins chats as in llama.cpp, but EOS is not to end a chat that goes on.
         bos_before_chats=before is not None and after is None,
     )
 

@@ -62,7 +62,7 @@ def encode_pieces(
 
 
 def _tokens(encoding: Encoding, begin: int) -> list[_Token]:
-    """Of a window that begins there."""
+    """Returns the tokens of a window that begins at the character `begin`."""
     words = encoding.word_ids
     return [
         (token, begin + place, word != before)

@@ -1,4 +1,4 @@
-"""What a JSON schema says of a value, with its references followed and its parts put together.
+"""Reads JSON schemas: their references are followed and their parts put together.
 
 Some formats of calls write texts without quotes. The parser that reads a value there and the
 grammar that it is held to both ask here which JSON types it may have, and what is read as which.
@@ -19,8 +19,8 @@ KINDS = ("string", "number", "boolean", "null", "array", "object")  # a number m
 _TYPES = (*KINDS, "integer")
 
 SPACE = " \t\r\n"
-# What is read as a value of this type where it may be text, too, with SPACE around it, as regular
-# expressions of Python and of Rust; and what a value begins with that is read as such.
+# Text that is read as a value of this type where it may be a string, too, with SPACE around it, as
+# regular expressions of Python and of Rust; and the beginnings of objects and arrays.
 READ_AS = {
     "null": "null|None",
     "boolean": "true|false|True|False",
@@ -31,7 +31,7 @@ BEGINS_AS = {"array": "[", "object": "{"}
 
 _MOST_WAYS = 256
 _NOTES = ("title", "description", "default", "examples", "$comment")
-# What part of a schema says of each type. Two parts that say it of one value are put together.
+# Keywords of each type, by how those of two schemas for one value are put together.
 _LARGER = ("minLength", "minItems", "minProperties", "minimum", "exclusiveMinimum")
 _SMALLER = ("maxLength", "maxItems", "maxProperties", "maximum", "exclusiveMaximum")
 _ALL = ("pattern", "format", "multipleOf")  # lists
@@ -193,7 +193,7 @@ def closed(schema: Any) -> Any:
 
 
 def target(pointer: object, root: object) -> object:
-    """What a reference within a schema is to. Raises SchemaError for another."""
+    """Returns the target of a reference within a schema. Raises SchemaError for any other."""
     if not isinstance(pointer, str) or not re.match(r"#(/|$)", pointer):
         raise SchemaError(f"$ref {pointer!r} is not within the schema")
     found: Any = root
@@ -238,7 +238,7 @@ def _list(schema: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def _plain_ways(schema: Mapping[str, Any]) -> list[Way]:
-    """What the schema says itself."""
+    """Returns the ways to be valid by the schema's own keywords, without references and parts."""
     declared = schema.get("type", KINDS)
     types = [declared] if isinstance(declared, str) else declared
     if not isinstance(types, list | tuple) or not all(each in _TYPES for each in types):

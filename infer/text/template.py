@@ -127,7 +127,7 @@ def arguments(source: str) -> tuple[frozenset[str], frozenset[str]]:
 
 
 class _Budget:
-    """What a template may still do."""
+    """The work that a template may still do before it is stopped."""
 
     def __init__(self, variables: dict[str, Any], seconds: float) -> None:
         self._known: dict[int, tuple[Any, int, int]] = {}  # lists, their sizes and depths
@@ -155,8 +155,8 @@ class _Budget:
         return value
 
     def before(self, name: str, values: list[Any]) -> None:
-        """What a filter, method or operator is about to be given: what it is called on comes
-        first."""
+        """Counts the work of a filter, method or operator before it runs. values: its arguments,
+        the value that it is called on first."""
         self.tick()
         if name in _GROWING:
             if name == "tojson":  # separators
@@ -227,8 +227,8 @@ def _widest(form: str) -> int:
 
 
 class _Formatter(SandboxedFormatter):
-    """Of one str.format, whose fields are counted before they are written out: their widths may be
-    among the values."""
+    """The formatter of one str.format. It counts fields before they are written out: their widths
+    may be among the values."""
 
     def __init__(self, env: ImmutableSandboxedEnvironment, **options: Any) -> None:
         super().__init__(env, **options)
@@ -305,7 +305,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         return budget.made(super().call(context, function, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """What str.format and str.format_map are in a template; None for anything else."""
+        """Returns the function that stands for str.format or str.format_map in a template; None
+        for anything else."""
         if super().wrap_str_format(value) is None:
             return None
         form = value.__self__
@@ -395,7 +396,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """What templates may do with `dict`, without the class itself."""
+    """The calls of `dict` that templates may make, without the class itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

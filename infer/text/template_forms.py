@@ -1,4 +1,4 @@
-"""What a chat template shows of messages, and the form in which it reads them.
+"""Finds out which parts of messages a chat template shows, and the form in which it reads them.
 
 A template takes a content as text, as a list of parts, or as both, and it may do so otherwise for
 one role than for another. That is found out by rendering short chats and looking for their words in
@@ -55,9 +55,9 @@ _NO_CONTENT: tuple[dict[str, Any], ...] = ({}, {"content": ""}, {"content": None
 
 
 class Kind(NamedTuple):
-    """What a template may tell messages apart by. role: one that is usual or that the template
-    names, else a stand-in for all others. later: the message is not the first one, and its role is
-    none of user, assistant and tool. calls: it has calls of functions."""
+    """The properties by which a template may tell messages apart. role: one that is usual or that
+    the template names, else a stand-in for all others. later: the message is not the first one, and
+    its role is none of user, assistant and tool. calls: it has calls of functions."""
 
     role: str
     later: bool = False
@@ -115,7 +115,7 @@ class TemplateForms:
         return [self._fitted(message, self._kind(message, i)) for i, message in enumerate(messages)]
 
     def left_out(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-        """What the template leaves out, in words."""
+        """Yields, in words, the parts of the messages that the template leaves out."""
         kinds = (self._kind(message, i) for i, message in enumerate(messages))
         has_content = (bool(message.get("content")) for message in messages)
         for kind, full in dict.fromkeys(zip(kinds, has_content, strict=True)):
@@ -202,7 +202,7 @@ class TemplateForms:
         return CallForms(False, (), False, failed)
 
     def _render(self, messages: list[dict[str, Any]]) -> str | None:
-        """None if the template fails."""
+        """Returns the messages as the template writes them; None if the template fails."""
         try:
             with foreign("The chat template failed"):
                 variables = {**self._variables, "messages": messages}

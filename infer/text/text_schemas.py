@@ -88,8 +88,9 @@ def exactly(text: str) -> str:
 
 
 def searched(pattern: str) -> str:
-    """Of the texts in which a pattern is found, as JSON Schema asks for, with `^` and `$` only at
-    its ends or those of its alternatives. Raises SchemaError for others."""
+    """Returns the regular expression of the whole texts in which a pattern is found, which is how
+    JSON Schema means patterns. Raises SchemaError for a pattern that has `^` or `$` elsewhere than
+    at its ends or those of its alternatives."""
     written, body, depth = "", "", 0
     before = behind = ANY
     parts = re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[\w-]+\)|.", pattern, re.DOTALL)

@@ -111,7 +111,8 @@ class Tokenizer:
         return [*chain.from_iterable(self.encode_pieces(text, add_special_tokens))]
 
     def encode_pieces(self, text: str, add_special_tokens: bool = True) -> Iterator[list[int]]:
-        """As `encode`, of a long text a piece at a time, when it is asked for. Some are empty."""
+        """Yields the ids of a text, a piece of a long one at a time, when the next is asked for.
+        Some pieces are empty. Raises as `encode` does."""
         if not isinstance(text, str):
             raise RequestError(f"A prompt must be text, not {type(text).__name__}.")
         try:
@@ -168,7 +169,7 @@ class Tokenizer:
         return both[len(first) :]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What `token_text` is in UTF-8; of a part of a character, its own bytes."""
+        """Returns `token_text` in UTF-8; for a part of a character, its own bytes."""
         name = self._backend.id_to_token(token_id) or ""
         if token_id in self.byte_token_ids:  # <0xE2>
             return bytes([int(name[3:5], 16)])
@@ -183,7 +184,7 @@ class Tokenizer:
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def to_json(self) -> str:
-        """What tokenizer.json would say."""
+        """Returns the tokenizer as the content of a tokenizer.json."""
         text: str = self._backend.to_str()
         return text
 
@@ -294,7 +295,8 @@ def _joins_in_words(backend: tokenizers.Tokenizer, has_bytes: bool) -> bool:
 
 
 def _limited(call: Callable[[], T], length: int) -> T:
-    """What a function of the library returns, which lets other threads run meanwhile."""
+    """Returns the result of a function of the library, within a time limit. Other threads run
+    meanwhile. length: of its text, in characters."""
     seconds = SECONDS * (1 + length / 600_000)
     with foreign("The tokenizer failed"):
         try:

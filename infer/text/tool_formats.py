@@ -41,7 +41,7 @@ class ToolFormat:
 
 
 def _json(reader: Reader, begin: str, end: str) -> Steps[None]:
-    """Of a call, or of a list of calls, between two markers."""
+    """Reads calls in JSON, one or a list of them, between two markers."""
     while (yield from reader.text_until(begin)):
         yield from reader.attempt(begin, _json_calls(reader, end))
 
@@ -112,7 +112,8 @@ def _arguments(reader: Reader) -> Steps[None]:
 
 
 def _object(text: str) -> str:
-    """What models write in place of an object of arguments: one within a string, or null."""
+    """Returns the JSON of a call's arguments: an object that the model wrote within a string is
+    taken out of it, and null becomes {}."""
     try:
         value = json.loads(text or "null")
     except ValueError:
@@ -193,7 +194,8 @@ _DEEPSEEK = tuple(
 
 
 def _deepseek(reader: Reader) -> Steps[None]:
-    """Of V3 and R1, function<sep>NAME and JSON within ```; of V3.1, NAME<sep> and JSON."""
+    """Reads DeepSeek's calls: V3 and R1 write function<sep>NAME and JSON within ```, V3.1 writes
+    NAME<sep> and JSON."""
     while (yield from reader.text_until(_DEEPSEEK[0])):
         yield from reader.attempt(_DEEPSEEK[0], _deepseek_calls(reader))
 
@@ -366,7 +368,7 @@ def _xml_value(reader: Reader, tags: Tags, argument: Argument) -> Steps[None]:
 
 
 def value_followers(tags: Tags) -> tuple[str, ...]:
-    """What comes behind the end of a value."""
+    """Returns the tags that may come behind the end of a value."""
     followers = tags.parameter, tags.call_end, tags.section_end, tags.call or tags.section
     return tuple(filter(None, followers))
 

@@ -215,7 +215,7 @@ def answer_grammar(
         lark.rules.append(f"OTHER: /\\s*[^{first}\\s](.|\\n)*/")
         tag = lark.sequence("<|python_tag|>")
         return lark.written(f"{thought} (SPACE? {tag}? {all_calls} | (OTHER {lark.more_text})?)")
-    # What comes before a call ends with its marker.
+    # The text before a call ends with the call's marker.
     marker, rest = lark.split_marker(layout.begin)
     inner = f"{rest} {call} {more} {end}"
     if layout.each:
@@ -231,8 +231,8 @@ def _arguments(
     schema: Mapping[str, Any],
     error_of: Callable[[Mapping[str, Any]], str | None],
 ) -> str:
-    """What a function's arguments are held to, as a format writes them. Raises RequestError if the
-    function is strict and its schema cannot be followed there."""
+    """Returns the grammar of a function's arguments, as a format writes them. Raises RequestError
+    if the function is strict and its schema cannot be followed there."""
     if layout.arguments == "json":
         return lark.json(schema)
     arguments = Arguments(lark, schema, error_of, strict=bool(function.get("strict")))
@@ -314,7 +314,7 @@ class _Lark:
         return " ".join(written)
 
     def split_marker(self, text: str) -> tuple[str, str]:
-        """What of a text shows where it begins, and the sequence of the rest."""
+        """Returns the part of a text that marks its beginning, and the sequence of the rest."""
         first, *rest = self.parts(text)
         if first in self._ids:
             marker = first
@@ -338,7 +338,8 @@ class _Lark:
         return f"{self._loose}{until} {self.sequence(''.join(rest))}"
 
     def thought(self, style: AnswerStyle, thinking: bool, may_think: bool) -> str:
-        """What an answer may begin with; of a thought that has begun, the rest."""
+        """Returns the grammar of the thought that an answer may begin with; of its rest, if it has
+        begun."""
         if style.tools.whole:
             rest = self.rest_of_message() if thinking else ""
             return f"{rest} ({self.message('analysis')})*"
@@ -371,8 +372,9 @@ class _Lark:
         return self._known[body]
 
     def before(self, text: str, end: str, *, loose: bool) -> str:
-        """What a terminal matches, which must not hold what looks like the end, and this end behind
-        it. loose: whether special tokens may be in it that may stand anywhere in a text."""
+        """Returns the grammar of what a terminal matches, which must not hold what looks like the
+        end, and this end behind it. loose: whether special tokens may be in it that may stand
+        anywhere in a text."""
         first, *rest = self.parts(end)
         held = f"({text} loose)* " if loose and self._loose else ""
         if first in self._ids:
@@ -382,7 +384,7 @@ class _Lark:
 
 
 def _ranges(ids: Collection[int]) -> str:
-    """As "3-5,7"."""
+    """Returns ids as ranges, such as "3-5,7"."""
     firsts = sorted(i for i in ids if i - 1 not in ids)
     lasts = sorted(i for i in ids if i + 1 not in ids)
     return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(firsts, lasts, strict=True))

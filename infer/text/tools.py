@@ -76,7 +76,7 @@ def add_deltas(
 
 
 class ToolOptions(TypedDict, total=False):
-    """What a chat's answer may call; those of `LLM.stream`."""
+    """The keyword arguments of `LLM.stream` about the functions that an answer may call."""
 
     tools: Sequence[Tool] | None
     tool_choice: ToolChoice

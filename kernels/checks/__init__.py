@@ -1,1 +1,1 @@
-"""What is only for tests and `infer devices --check`."""
+"""Code that only tests and `infer devices --check` use."""

@@ -14,7 +14,7 @@ from infer.kernels.gpu.tensor import BLOCK, CODED, HALF, INTEGERS, QUANTIZED, SU
 
 FLOATS = ("f32", "f16", "bf16")  # dtypes of weights
 
-# What published checkpoints have: groups of other sizes, zero points and biases, codes of floats.
+# Formats of published checkpoints: other sizes of groups, zero points and biases, codes of floats.
 PUBLISHED = (
     ("q4", Grouping(128, "f16", "zero", 8)),
     ("q4", Grouping(64, "bf16", "bias", 8)),
@@ -46,7 +46,8 @@ def int8_rows(
 def activations(
     rng: np.random.Generator, rows: int, columns: int, dtype: str, *, many: bool | None = None
 ) -> tuple[Array, Array]:
-    """What weights of that dtype multiply, in f32, and what products take it for (`int8_rows`)."""
+    """Returns activations [rows, columns] in f32 for weights of that dtype, and the values that
+    products take them for (`int8_rows`)."""
     x = rng.standard_normal((rows, columns), np.float32)
     return int8_rows(rng, rows, columns, many=many) if dtype in INTEGERS else (x, x)
 
@@ -109,7 +110,7 @@ def grouped(
 
 
 def multiplied(weight: Codes, values: Array) -> Array:
-    """What products take these values of a quantised matrix for."""
+    """Returns the values that products take a quantised matrix to have."""
     if weight.dtype != "nf4":
         return values
     scales = np.repeat(weight.scales.astype(np.float64), weight.grouping.group, axis=1)

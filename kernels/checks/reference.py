@@ -1,4 +1,4 @@
-"""What the references of several families share; their own are beside each.
+"""Reference formulas that several families of operations share; others are beside each operation.
 
 Arrays are [rows][width] as in the kernels, of any float type; results are float64.
 """

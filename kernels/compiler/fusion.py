@@ -1,4 +1,4 @@
-"""Which operations share a kernel: rules that rewrite a graph, each with its condition.
+"""Rules that rewrite a graph so that operations share a kernel, each with its condition.
 
 RULES lists them in the order in which they are tried, each on all operations from first to last. A
 rule folds the operations that it matches into one, which takes the place of the last of them.
@@ -35,7 +35,7 @@ def each(graph: Graph, kind: type[Op]) -> Iterator[Op]:
             yield value
 
 
-# What is always done, whether kernels are shared or not
+# Rewrites that are always done, whether kernels are shared or not
 
 
 def add_changes(graph: Graph, changes: Changes) -> None:
@@ -320,7 +320,8 @@ def _steps(x: Value) -> list[Rotate | RMSNorm]:
 
 
 def _chain(x: Value) -> tuple[Value, RMSNorm | None, Rope | None]:
-    """What a head is before its norm and its rotation, in whatever order, and these."""
+    """Returns the heads before their norm and rotation, in whatever order these come, and both of
+    them, None where there is none."""
     rope = norm = None
     while (isinstance(x, Rotate) and not rope) or (isinstance(x, RMSNorm) and not norm):
         if isinstance(x, Rotate):
@@ -394,7 +395,7 @@ def rope_into_head_linear(graph: Graph, target: Target) -> None:
             graph.update(linear, x=rotated.x, rope=rotated.rope)
 
 
-# What projections read, from the kernels before
+# Kernels that write the inputs of projections
 
 
 def prepare_in_makers(graph: Graph, target: Target) -> None:
@@ -467,7 +468,8 @@ RULES: tuple[Rule, ...] = (
 
 
 def rewrite(graph: Graph, target: Target, changes: Changes) -> None:
-    """What lies beside weights, what every target needs, and, to fuse, RULES."""
+    """Rewrites a graph: adds low-rank changes beside weights, does what every target needs, and
+    applies RULES if operations are to be fused."""
     add_changes(graph, changes)
     take_all_rows(graph, target)
     size_tiles(graph, target)

@@ -73,7 +73,8 @@ def _attention(
 
 
 def _joined(tuning: Tuning, variant: AttentionVariant, rows: int, n_heads: int, group: int) -> None:
-    """Which of the two a row took would depend on the longest context of its step."""
+    """Returns None, so that no kernel is joined: which kernel a row took would depend on the
+    longest context of its step."""
 
 
 def _delta_rule(tuning: Tuning, rows: int, key_dim: int) -> DeltaVariant:

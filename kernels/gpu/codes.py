@@ -1,4 +1,4 @@
-"""What the codes of weights mean that are floats of a few bits: the dtypes of tensor.CODED."""
+"""The values of the codes of weights that are floats of a few bits: the dtypes of tensor.CODED."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ TABLES: dict[str, Floats] = {
     "iq4nl": np.array(_IQ4NL, np.float32),
     "e4m3": _e4m3(),
 }
-# What products take the codes of NF4 for: integers of 16 bits (table_int8.wgsl).
+# The values that products use for the codes of NF4: integers of 16 bits (table_int8.wgsl).
 NF4_PRODUCTS = np.rint(31908 * TABLES["nf4"].astype(np.float64)) / 31908

@@ -54,7 +54,7 @@ _SWITCHES = ("subgroups", "f16", "matrices", "bounds_checks")
 
 @dataclass(frozen=True)
 class Settings:
-    """What of an adapter to use: for tests, for weak adapters, to work round a driver's bug.
+    """Limits and features of an adapter that are used: for tests, weak adapters and drivers' bugs.
 
     None leaves a limit (bytes, invocations, bindings) as the adapter has it. Every kernel has a
     path for each of these switched off or set to the least that WebGPU guarantees. bounds_checks
@@ -248,7 +248,7 @@ class Device(Uncopied):
     # Errors
 
     def error(self, cause: object) -> DeviceError:
-        """What to raise where WebGPU fails for such a cause: the library's error, or its text."""
+        """Returns the error to raise where WebGPU fails. cause: the library's error or its text."""
         text = _first_cause(cause)
         if isinstance(cause, self.native.library.out_of_memory):
             return OutOfMemoryError(

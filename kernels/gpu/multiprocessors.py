@@ -11,7 +11,7 @@ from pathlib import Path
 from infer.kernels.gpu.adapters import AdapterInfo
 
 MEASURED = 132
-"""Those of the card that the rules were measured on, which all others are taken for."""
+"""The multiprocessors of the GPU that the rules were measured on, assumed where unknown."""
 
 _NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 _NARROW = {(6, 0), (7, 0), (7, 2), (7, 5), (8, 0)}  # compute capabilities of 64 cores each
@@ -19,7 +19,7 @@ _NAME_BYTES = 96
 
 
 def multiprocessors(adapter: AdapterInfo | None) -> int:
-    """Of a GPU, or MEASURED where nobody tells."""
+    """Returns how many multiprocessors a GPU has; MEASURED where the platform does not tell."""
     found = None
     if adapter is not None and adapter.kind == "discrete":
         name = adapter.name.lower()

@@ -34,7 +34,7 @@ def from_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-# What E2M1_NIBBLES says, for the four codes of two bytes.
+# E2M1_NIBBLES for the four codes in two bytes at once.
 _E2M1_BYTES = (E2M1_NIBBLES[:, None] * np.uint16(16) | E2M1_NIBBLES).reshape(-1)
 _E2M1_PAIRS = (_E2M1_BYTES[:, None] * np.uint16(256) | _E2M1_BYTES).reshape(-1)
 

@@ -31,7 +31,7 @@ class Dispatch:
 
 
 def needed(dispatches: Sequence[Dispatch], rows: int, kv_len: int) -> list[Dispatch]:
-    """Those that a step of so many rows and positions needs."""
+    """Returns the dispatches that a step of so many rows and positions needs."""
     return [item for item in dispatches if item.size(rows, kv_len) is not NOTHING]
 
 

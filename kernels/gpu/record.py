@@ -30,7 +30,7 @@ SizeAt = Callable[[int, int], Size]
 
 
 class Copy(NamedTuple):
-    """What a step copies at its end: so many bytes from a place in one buffer to one in another."""
+    """A copy at the end of a step: nbytes from an offset in one buffer to an offset in another."""
 
     source: tuple[Buffer, int]
     to: tuple[Buffer, int]
@@ -63,11 +63,12 @@ class Recording:
             self.items.append(Item(pipeline, group, None, self.grids.index(item.grid)))
 
     def sizes(self, rows: int, kv_len: int) -> list[Size]:
-        """What the items' `grid` is an index of, in a step of so many rows and positions."""
+        """Returns the sizes that the items' `grid` indexes, for a step of so many rows and
+        positions."""
         return [grid(rows, kv_len) for grid in self.grids]
 
     def parts(self, count: int) -> list[Recording]:
-        """The same cut into at most so many recordings, to be submitted one after the other."""
+        """Cuts the recording into at most `count`, to be submitted one after the other."""
         if count == 1:
             return [self]
         if count not in self._parts:
@@ -105,8 +106,8 @@ class StepQueue(Protocol):
         *,
         finish: bool = False,
     ) -> Recorded:
-        """The same without submitting it. before: what comes first. finish: it will be sent, most
-        likely."""
+        """Records one step without submitting it. before: parts that come first. finish: the step
+        will most likely be sent."""
 
     def send(self, recorded: Recorded) -> Any:
         """Submit what was recorded; returns what `read` waits for."""
@@ -120,8 +121,8 @@ class StepQueue(Protocol):
     def read(
         self, staging: Buffer, nbytes: int, submission: Any, urgent: bool = False
     ) -> NDArray[np.uint32]:
-        """What a submission copied into `staging`, once it is done. urgent: the GPU has nothing to
-        do until the host has read it."""
+        """Returns the first nbytes that a submission copied into `staging`, once it is done.
+        urgent: the GPU has nothing to do until the host has read them."""
 
 
 class RawQueue:
@@ -209,7 +210,7 @@ class RawQueue:
 
 
 class PublicQueue:
-    """The same through the public API."""
+    """Submits steps through the public API of the library."""
 
     def __init__(self, device: Device) -> None:
         self.device = device

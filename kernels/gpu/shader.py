@@ -125,7 +125,8 @@ def render(spec: KernelSpec, folder: Path = WGSL_FOLDER) -> Shader:
 
 
 def render_text(text: str, name: str = "shader", **params: Param) -> Shader:
-    """The same for WGSL that is given as text instead of a file of this package."""
+    """Renders WGSL that is given as text instead of a file of this package. Raises ShaderError as
+    `render` does."""
     lines = tuple(Line(line, name, n) for n, line in enumerate(text.splitlines(), 1))
     return _render(KernelSpec.of(name, **params), _template(lines, WGSL_FOLDER))
 
@@ -187,7 +188,7 @@ def _words(texts: Iterable[str]) -> frozenset[str]:
 
 @cache
 def _files(folder: Path) -> dict[str, Path]:
-    """Those in a folder and in the folders in it, by their names, which no two share."""
+    """Returns the WGSL files in a folder and its subfolders, by name; no two share a name."""
     return {path.name: path for path in folder.rglob("*.wgsl")}
 
 
@@ -328,7 +329,7 @@ def _expand_block(
 
 
 def _obey(line: Line, text: str, params: dict[str, Param], enables: list[Line]) -> None:
-    """What a directive of one line says."""
+    """Follows a directive of one line: it adds to params or to enables."""
     if text.startswith("#let "):
         name, equals, value = (part.strip() for part in text[len("#let ") :].partition("="))
         if not (name.isidentifier() and equals) or name in params:
@@ -397,8 +398,8 @@ def _compiled(text: str) -> Expression:
 
 
 def _function(node: ast.expr) -> Expression:
-    """What computes an expression. Raises TypeError for what is not supported, and the function
-    KeyError for a name that is unknown."""
+    """Returns a function that computes an expression from parameters. Raises TypeError for syntax
+    that is not supported; the function raises KeyError for an unknown name."""
     match node:
         case ast.Constant(value=value):
             return lambda params: value

@@ -73,7 +73,7 @@ class Grouping:
 
     @property
     def params(self) -> dict[str, Any]:
-        """Those of scales.wgsl."""
+        """The parameters of scales.wgsl."""
         return {
             "GROUP_SIZE": self.group,
             "SCALES": self.dtype,
@@ -108,7 +108,7 @@ class Shard:
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        """What a kernel binds: values or blocks, then scales if there are any."""
+        """The buffers that a kernel binds: values or blocks, then scales if there are any."""
         return (self.buffer,) if self.scales is None else (self.buffer, self.scales)
 
     @property

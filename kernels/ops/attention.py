@@ -94,7 +94,7 @@ class Attention(Maker):
         return min(positions, self.window + more) if self.window else positions
 
     def variant(self, target: Target) -> AttentionVariant | None:
-        """Of `attention`; None without subgroups."""
+        """Returns the variant of the kernels of decode; None without subgroups."""
         return target.tuning.choose(
             attention_variant if target.kind.few else attention_long_variant,
             self.group,
@@ -369,7 +369,8 @@ _COMBINE_WORKGROUP = 32  # small: a row is only so many vec4s, and every multipr
 def _split_params(
     cache: LayerCache, variant: AttentionVariant, window: int, stored: int
 ) -> dict[str, Any]:
-    """Of attention_split.wgsl and attention_range.wgsl, with room for so many splits."""
+    """Returns the parameters of attention_split.wgsl and attention_range.wgsl. stored: for how many
+    splits there is room."""
     return {
         "HEAD_DIM": cache.head_dim,
         "WINDOW": window,
@@ -458,7 +459,8 @@ class AttentionVariant:
 def attention_variant(
     tuning: Tuning, group: int, n_kv_heads: int, head_dim: int, rows: int = 1
 ) -> AttentionVariant | None:
-    """None without subgroups: then attention_scores, softmax and weighted_sum do it."""
+    """Returns the variant of attention for so many rows; None without subgroups, where
+    attention_scores, softmax and weighted_sum compute it."""
     if not tuning.subgroup_size:
         return None
     chunks = head_dim // 8
@@ -525,7 +527,7 @@ def attention_joined_variant(
     return joined if fits else None
 
 
-# Of attention_tiled
+# attention_tiled: its tile sizes
 
 
 @dataclass(frozen=True)
@@ -542,7 +544,7 @@ class TiledVariant:
 
     @property
     def rows(self) -> int:
-        """Of a workgroup."""
+        """Rows of a workgroup."""
         return self.m_size * self.m_tile
 
     @property

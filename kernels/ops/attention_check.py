@@ -622,7 +622,7 @@ class _Shape:
         return (q, k[:, : self.latent], v[:, self.latent :]) if self.latent else (q, k, v)
 
     def attention(self, q: Array, k: Array, v: Array, sinks: Array | None = None) -> Array:
-        """What it should be."""
+        """Returns the attention of this shape in float64."""
         own = self.n_heads, self.scale, self.window, self.softcap
         return attention(q, k, v, *own, sinks)
 
@@ -632,7 +632,7 @@ class _Shape:
         return (keys, keys) if self.latent else (k, v)
 
     def options(self, dtype: str) -> dict[str, Any]:
-        """What every function of attention takes."""
+        """Returns the keyword arguments that every function of attention takes for this shape."""
         return {"n_kv_heads": self.n_kv_heads, "window": self.window, "kv_dtype": dtype}
 
 
@@ -661,8 +661,8 @@ def _attend(
 
 
 def _prompts(bench: Bench, shape: _Shape, rows: int, dtype: str) -> Outcome:
-    """Of five sequences: the last rows of a context, a row alone, all of a short one, and tiles
-    that are full or nearly."""
+    """Attention of five sequences: the last rows of a context, a row alone, all rows of a short
+    context, and tiles that are full or nearly full."""
     prompts: list[Prompt] = []
     expected: list[Array] = []
     sinks = bench.random(shape.n_heads) if shape.sinks else None
@@ -784,7 +784,8 @@ class _Heads:
 
 
 def _cached(found: Array, exact: Array, head_dim: int, dtype: str) -> Outcome:
-    """What was cached and what should be. f32 arithmetic may turn a rounding the other way."""
+    """Returns what was cached, and what should be, where f32 arithmetic may turn a rounding the
+    other way."""
     right = abs(found - exact) <= kv_step(exact, head_dim, dtype)
     return found, np.where(right, found, exact)
 
@@ -809,8 +810,8 @@ def nearest_output(
     own: Sequence[Array],
     dtype: str,
 ) -> Array:
-    """Of what attention may give with these cached keys and values, what is nearest to y. `own` are
-    those of the rows, as they were before they were cached."""
+    """Returns the result nearest to y of those that attention may give with these cached keys and
+    values. own: the keys and values of the rows, as they were before they were cached."""
     options = [[part] for part in cached]
     if dtype == "f16" and len(y) == 1:
         # One kernel packs and attends, and a compiler may drop packing that is undone at once: of

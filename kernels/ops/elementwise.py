@@ -32,7 +32,7 @@ class _Each(Value):
         return {}
 
     def operands(self, low: Lowering) -> list[Operand]:
-        """What it binds before x."""
+        """Returns the operands that the kernel binds before x."""
         return []
 
     def lower(self, low: Lowering) -> None:

@@ -82,7 +82,7 @@ class Route(Value):
 
     @property
     def experts(self) -> int:
-        """Those that are chosen from."""
+        """How many experts are chosen from, without the shared ones."""
         return self.logits.width - self.gated
 
     @property
@@ -96,7 +96,7 @@ class Route(Value):
 
     @property
     def params(self) -> dict[str, Any]:
-        """Those of routing.wgsl."""
+        """The parameters of routing.wgsl."""
         return {
             "EXPERTS": self.experts,
             "SLOTS": self.slots,
@@ -170,7 +170,8 @@ class Route(Value):
         return min(pairs, (pairs + self.all_experts * (tile - 1)) // tile)
 
     def count(self, whole: int) -> Count:
-        """What all experts count, for those that the rows choose and share."""
+        """Returns the part of a count that falls to the experts that the rows choose or share.
+        whole: the count of all experts."""
         experts, slots, shared, every = self.experts, self.slots, self.shared, self.all_experts
         return lambda rows, kv_len: (min(rows * slots, experts) + shared) * whole // every
 
@@ -202,7 +203,7 @@ class _Experts(Projection):
 
     @property
     def outputs(self) -> int:
-        """Of an expert."""
+        """Outputs of an expert. Raises ValueError for a weight that does not fit the experts."""
         rows, rest = divmod(self.weight.shape[0], self.parts * self.routing.all_experts)
         if rest or any(shard.start % (self.parts * rows) for shard in self.weight.shards):
             raise ValueError(f"a weight of {self.weight.shape} does not fit the experts")
@@ -219,7 +220,8 @@ class _Experts(Projection):
         return ("halves" if self.routing.by_row(target) else "blocks") if self.int8 else ""
 
     def _matrix_variant(self, target: Target) -> MatrixVariant | None:
-        """None where the experts are not multiplied by matrices."""
+        """Returns the sizes of the kernel by matrices; None where it does not multiply the
+        experts."""
         if self.routing.by_row(target) or target.kind.rows <= MOST_ROWS:
             return None
         weight = self.weight
@@ -328,7 +330,7 @@ class _Experts(Projection):
             )
 
     def _of_shard(self, shard: Shard) -> dict[str, Any]:
-        """Which experts a shard holds."""
+        """Returns the parameters that say which experts a shard holds."""
         rows = self.outputs * self.parts
         return {"FIRST_EXPERT": shard.start // rows, "SHARD_EXPERTS": shard.rows // rows}
 
@@ -374,8 +376,9 @@ class ExpertGateUp(_Experts):
 
 @dataclass(eq=False, repr=False)
 class ExpertDown(_Experts):
-    """What a row's experts make of their results x, each times its weight in the routing, added up
-    in the order of the ids; weight [experts * width, inner], bias [experts * width]."""
+    """The down projections of a row's experts, each times its weight in the routing, added up in
+    the order of the ids. x: the experts' activations; weight [experts * width, inner], bias
+    [experts * width]."""
 
     @property
     def x_parts(self) -> int:

@@ -198,7 +198,8 @@ class HeadVariant:
 
 
 def head_linear_variant(tuning: Tuning, rows: int, k: int) -> HeadVariant:
-    """As many rows as there are, up to 8, and as memory has room for."""
+    """Returns the variant with as many rows as there are, up to 8, and as workgroup memory
+    holds."""
     for count in (8, 4, 2, 1):
         variant = HeadVariant(count, 16, HALF)
         fits = variant.storage(k) <= tuning.limits.workgroup_storage

@@ -11,8 +11,8 @@ from infer.kernels.state.hidden import RECENT, HiddenStates
 
 @dataclass(eq=False, repr=False)
 class HiddenBefore(Value):
-    """Of each row the hidden state of the position before it: that of the row before it in x, where
-    there is an x and this is of the same sequence, else what was kept of it; zeros at position 0.
+    """The hidden state of the position before each row: that of the row before it in x, where there
+    is an x and that row is of the same sequence, else the one that was kept; zeros at position 0.
     """
 
     x: Value | None

@@ -30,10 +30,10 @@ def run_hidden_before(
     batch: Sequence[StepRow] = (),
     **options: Unpack[Options],
 ) -> Annotated[Array, "rows, width"]:
-    """Of each row, [rows, width], the hidden state of the position before it: that of the row
-    before in x [rows, width], or what was kept of its sequence, [sequences, 16, width], a position
-    at its number modulo 16. Without x there is one row. batch: of each row (token, position,
-    sequence, adapter, rows behind), where they are of several sequences."""
+    """Returns the hidden state of the position before each row, [rows, width]: that of the row
+    before in x [rows, width], or the one in kept [sequences, 16, width], a position at its number
+    modulo 16. Without x there is one row. batch: of each row (token, position, sequence, adapter,
+    rows behind), where they are of several sequences."""
     _check_batch(batch, kept, x)
     value = HiddenBefore(None if x is None else bench.input(x), _states(bench, kept))
     return bench.run(value, rows=len(batch) or 1, position=position, batch=batch)
@@ -95,7 +95,7 @@ def _before_first(bench: Bench) -> Outcome:
     return run_hidden_before(bench, kept, x), np.vstack([np.zeros(67), x[:-1]])
 
 
-# Of sequence 1 two rows from position 20 on, and one of sequence 0 at 21, which follows none here.
+# Two rows of sequence 1 from position 20 on, and one of sequence 0, which follows none here.
 _BATCH: tuple[StepRow, ...] = ((0, 20, 1, 0, 0), (0, 21, 1, 0, 0), (0, 22, 0, 0, 0))
 
 

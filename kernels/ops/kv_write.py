@@ -1,5 +1,5 @@
-"""What is written into the cache, in kernels of their own or by others: normed and rotated heads of
-keys, and values; or a latent and a key that is rotated (DeepSeek-AI 2024)."""
+"""Writes into the KV cache, by kernels of their own or as part of others: heads of keys, normed and
+rotated, and of values; or a latent and a key that is rotated (DeepSeek-AI 2024)."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def kv_params(cache: LayerCache) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """What becomes of the heads of a projection of q, k and v: how queries and keys are rotated, if
-    they are, and the norms of queries, keys and values, if they have any. rows_normed: norms are of
-    whole rows of heads. own: there are keys and values; v_is_k: these are the keys as they are
+    """Norms and rotation of the heads of a projection of q, k and v: how queries and keys are
+    rotated, if they are, and the norms of queries, keys and values, if any. rows_normed: norms are
+    of whole rows of heads. own: there are keys and values; v_is_k: these are the keys as they are
     projected. rotate_first: norms are of what was rotated."""
 
     rope: Rope | None
@@ -154,7 +154,7 @@ class LatentKey:
 
     @property
     def operands(self) -> list[Operand]:
-        """What is bound behind the activation."""
+        """The operands that are bound behind the activation."""
         pages = [self.cache.pages] if self.cache.paged else []
         return [self.norm.weight.buffer, self.cache.keys, *pages]
 

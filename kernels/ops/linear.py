@@ -88,12 +88,14 @@ class Projection(Maker):
         return self.weight.dtype in INTEGERS
 
     def x_scales(self, target: Target) -> str:
-        """Of x as int8 (quantize_block.wgsl); none where it is read as it is."""
+        """Returns the layout of the scales of x as int8 (quantize_block.wgsl), "halves" or
+        "blocks"; "" where x is read as it is."""
         return ("halves" if target.vec(self) else "blocks") if self.int8 else ""
 
     def read(self, low: Lowering) -> tuple[list[Operand], dict[str, Any]]:
-        """What it reads besides its weights: the activation and what belongs to that; and the
-        parameters of the norm that goes into a kernel of few rows."""
+        """Returns the operands besides the weights: the activation and, where they exist, its
+        scales or norm weights; and the parameters of a norm that a kernel of few rows computes
+        itself."""
         x, _, offset = low.source(self.x)
         if offset:
             raise ValueError("a projection reads whole rows")
@@ -135,8 +137,8 @@ def _has_room_for_splits(target: Target, rows: int, n: int) -> bool:
 def tile_params(
     low: Lowering, weight: GpuTensor, tile: TileVariant | MatrixVariant
 ) -> dict[str, Any]:
-    """Of matmul, matmul_int8 or matmul_matrix: whole rows of x, those of the step, and no
-    epilogue."""
+    """Returns the parameters of matmul, matmul_int8 or matmul_matrix for whole rows of x, those of
+    the step, and no epilogue."""
     k = weight.shape[1]
     common: dict[str, Any] = {
         "WEIGHT": weight.dtype,
@@ -398,8 +400,8 @@ class Linear(Projection):
 
 @dataclass(frozen=True)
 class VecShape:
-    """What matmul_vec is asked for: columns and outputs, rows of activations, the weights' dtype,
-    whether outputs are pairs of rows (gated), and go out as int8 (quantize)."""
+    """A product for matmul_vec: columns and outputs, rows of activations, the weights' dtype,
+    whether outputs are pairs of rows (gated), and whether they are written as int8 (quantize)."""
 
     k: int
     n: int
@@ -429,7 +431,7 @@ class VecVariant:
 
     @property
     def params(self) -> dict[str, int]:
-        """Those that expert_matmul_vec has too."""
+        """The parameters that matmul_vec and expert_matmul_vec share."""
         return {
             "WG": self.workgroup,
             "TEAM": self.team,
@@ -440,7 +442,8 @@ class VecVariant:
 
 
 def matmul_vec_variant(tuning: Tuning, shape: VecShape) -> VecVariant:
-    """Of a table 1,024 invocations have 16 copies: to fill them costs each so many stores."""
+    """Returns the variant of matmul_vec. Workgroups of 1,024 invocations have 16 copies of a table
+    of codes: with more, each invocation would have to store more values to fill them."""
     variant = _vec_variant(tuning, shape)
     many = shape.dtype in LOOKED_UP and variant.workgroup == 1024
     return replace(variant, copies=16) if many else variant
@@ -489,8 +492,8 @@ def _vec_variant(tuning: Tuning, shape: VecShape) -> VecVariant:
 def _int8_variant(
     tuning: Tuning, shape: VecShape, chunks: int, most: int, least: int
 ) -> VecVariant:
-    """Of outputs that go out as int8: a workgroup has a block of them, or half a block where
-    there are few or a product takes many registers."""
+    """Returns the variant for outputs that are written as int8: a workgroup has a block of them, or
+    half a block where there are few or a product takes many registers."""
     workgroup, outputs, block = 1024, 1 if shape.dtype in INTEGERS else 2, HALF
     if shape.gated and shape.dtype == "mxfp4":
         workgroup, outputs, block = 256, 4, BLOCK
@@ -513,7 +516,7 @@ def _int8_variant(
     return VecVariant(workgroup, team, outputs, 2 if ahead else 1)
 
 
-# Of matmul and matmul_int8
+# matmul and matmul_int8: their tiles
 
 
 @dataclass(frozen=True)
@@ -530,7 +533,7 @@ class TileVariant:
 
     @property
     def rows(self) -> int:
-        """Of a workgroup."""
+        """Rows of a workgroup."""
         return self.m_size * self.m_tile
 
     @property
@@ -558,8 +561,8 @@ class TileVariant:
 
 @dataclass(frozen=True)
 class Int8TileVariant(TileVariant):
-    """The same of matmul_int8, for weights of any grouping, and int8 numbers that make each of
-    their integers."""
+    """The tile of matmul_int8, for weights of any grouping. planes: how many int8 numbers make each
+    of their integers."""
 
     planes: int = 1
 
@@ -612,8 +615,8 @@ def _fastest(
     splits: bool,
     least_rounds: float,
 ) -> Tile:
-    """Of tiles and their speeds where there are many, which go in rounds of one for each
-    multiprocessor."""
+    """Returns the tile that takes the least time. tiles: their speeds where there are many of them.
+    They run in rounds of one for each multiprocessor, at least `least_rounds` of them."""
 
     def cost(tile: Tile) -> float:
         count = -(-rows // tile.rows) * -(-n // tile.columns) * tile.splits

@@ -126,7 +126,7 @@ def _grid(low: Lowering, y: Value, x: int, rows: int) -> Grid:
 
 
 def _params(low: Lowering, y: LoraDown | LoraUp, shard: Shard, n: int, rows: int) -> dict[str, Any]:
-    """Those that both kernels have."""
+    """Returns the parameters that both kernels have."""
     return {
         "WEIGHT": y.weight.dtype,
         **y.weight.grouping.params,

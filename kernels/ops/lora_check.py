@@ -73,7 +73,8 @@ def run_lora_up(
 
 
 def adapters_of(rows: int) -> Array:
-    """Of each row: none, one or other ones than its neighbours', and more of the same."""
+    """Returns the adapter of each row, 0 for none: rows differ from their neighbours or share
+    one."""
     return np.resize([2, 0, 3, 3, 3, 1, 0, 0, 2, 2, 1], rows)
 
 

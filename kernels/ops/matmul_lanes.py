@@ -13,7 +13,7 @@ _M_TILE, _INT8_M_TILE, _N_TILE = 16, 8, 4
 
 @dataclass(frozen=True)
 class LanesShape:
-    """What matmul_lanes is asked for: rows of activations and the weights' dtype."""
+    """A product for matmul_lanes: rows of activations and the weights' dtype."""
 
     rows: int
     dtype: str

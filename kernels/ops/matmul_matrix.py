@@ -21,7 +21,7 @@ _START = 128  # columns: what a workgroup waits for before its first product, an
 _COMBINE = 3e6  # what a launch of matmul_combine costs, in products of a multiprocessor
 _COMBINED = 1.2  # and each sum that it reads or writes
 # Rows and columns of a tile and of a subgroup's part of it -> how fast it is where there are many.
-# Of 128 x 128 sums four subgroups have too few registers.
+# A tile of 128 x 128 needs eight subgroups: four have too few registers for its sums.
 _TILES = {
     (128, 128, 32, 64): 1.0,
     (64, 128, 32, 32): 0.8,
@@ -54,7 +54,7 @@ class MatrixVariant:
 
     @property
     def invocations(self) -> int:
-        """Of a workgroup."""
+        """Invocations of a workgroup."""
         return self.rows // self.sub_rows * (self.columns // self.sub_columns) * self.lanes
 
     @property
@@ -90,9 +90,9 @@ class MatrixVariant:
 def matmul_matrix_variant(
     tuning: Tuning, rows: int, n: int, k: int, dtype: str, splits: bool
 ) -> MatrixVariant | None:
-    """None where the adapter has no such matrices, or rows are so few that matmul_rows is faster.
-    Otherwise the tile that takes a large GPU the least time: workgroups go in rounds of one for
-    each multiprocessor. splits: whether workgroups may share columns."""
+    """Returns the tile that takes a large GPU the least time, where workgroups run in rounds of one
+    for each multiprocessor. None where the adapter has no such matrices, or rows are so few that
+    matmul_rows is faster. splits: whether workgroups may share columns."""
     shape = matrix_shape(tuning)
     if shape is None or rows <= (_FEW_INT8_ROWS if dtype in INTEGERS else _FEW_ROWS):
         return None
@@ -163,7 +163,8 @@ def matrix_params(shape: MatrixShape, lanes: int, emulated: bool) -> dict[str, A
 
 
 def matrix_shape(tuning: Tuning) -> MatrixShape | None:
-    """Which of the adapter's matrices of f16 with sums in f32 are used: the largest."""
+    """Returns the largest of the adapter's matrices of f16 with sums in f32, up to 16 x 16 x 16;
+    None where there is none, or subgroups have several sizes."""
     size = tuning.subgroup_size
     if not size or size != tuning.largest_subgroup:
         return None

@@ -36,7 +36,7 @@ _INT8_TILES = {
 
 @dataclass(frozen=True)
 class RowsShape:
-    """What matmul_rows is asked for: columns and outputs, rows of activations, the weights' dtype,
+    """A product for matmul_rows: columns and outputs, rows of activations, the weights' dtype,
     whether outputs are pairs of rows (gated), and whether workgroups may share columns (splits)."""
 
     k: int
@@ -86,7 +86,7 @@ class RowsVariant:
         return -(-shape.w_rows // self.w_rows)
 
     def invocations(self, rows: int) -> int:
-        """Of a workgroup, for so many rows of x."""
+        """Returns how many invocations a workgroup has for so many rows of x."""
         return self.k_lanes * self.n_lanes * self.n_teams * self.k_teams * -(-rows // self.m_tile)
 
     def storage(self, rows: int, dtype: str) -> int:
@@ -137,8 +137,8 @@ def matmul_rows_variant(tuning: Tuning, shape: RowsShape) -> RowsVariant | None:
 
 
 def possible_variant(tuning: Tuning, shape: RowsShape) -> RowsVariant | None:
-    """What was fastest, or nearly, on a large GPU whose subgroups have 32 lanes; lanes of larger
-    ones have other rows of W. None without subgroups."""
+    """Returns the variant that was fastest, or nearly, on a large GPU whose subgroups have 32
+    lanes; lanes of larger ones have other rows of W. None without subgroups."""
     if tuning.subgroup_size < LEAST_LANES:
         return None
     if tuning.software:  # large kernels compile for seconds

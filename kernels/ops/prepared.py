@@ -46,7 +46,8 @@ class Form:
 
     @property
     def bindings(self) -> int:
-        """What the kernel that makes it binds: the activation, the form, the norm's weights."""
+        """How many buffers the kernel that makes it binds: the activation, the form, norm
+        weights."""
         return self.keep + (2 if self.int8 else 1) + (self.norm is not None)
 
     def fits(self, maker: Maker, target: Target, bound: int) -> bool:
@@ -96,12 +97,12 @@ class Prepared(Value):
 
     @property
     def scale_rows(self) -> int:
-        """Of which scales lie side by side, where they do."""
+        """The rows whose scales lie side by side, rounded up to a multiple of 4."""
         return -(-self.rows // 4) * 4
 
     @property
     def written(self) -> list[Operand]:
-        """What the kernel that makes x binds for it."""
+        """The operands that the kernel that makes x binds to write this form."""
         return [*self.operands, *([] if self.norm is None else [self.norm.weight.buffer])]
 
     def lower(self, low: Lowering) -> None:
@@ -171,7 +172,7 @@ def lower_half_rows(
 
 
 def scale_params(form: Prepared | None) -> dict[str, Any]:
-    """Of quantize_block.wgsl, where it is not of one row."""
+    """Returns the parameters of quantize_block.wgsl; those of a single row without a form."""
     if form is None or not form.scales:
         return {"X_SCALES": "halves", "SCALE_ROWS": 0}
     return {"X_SCALES": form.scales, "SCALE_ROWS": form.scale_rows}
@@ -193,7 +194,7 @@ class Maker(Value):
 
     @property
     def output_params(self) -> dict[str, bool]:
-        """What its kernel writes (next_input.wgsl)."""
+        """The parameters that say what the kernel writes (next_input.wgsl)."""
         form = self.prepares
         return {
             "KEEP": form is None or form.keep,
@@ -203,7 +204,7 @@ class Maker(Value):
 
     @property
     def outputs_bound(self) -> list[Operand]:
-        """What its kernel binds for its result."""
+        """The operands that the kernel binds for its result."""
         if self.prepares is None:
             return [self]
         return [*([self] if self.prepares.keep else []), *self.prepares.written]

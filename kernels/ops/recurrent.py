@@ -24,7 +24,8 @@ Scan = TypeVar("Scan", bound="ScanVariant")
 
 
 def _recent(target: Target, state: LayerState, index: int) -> tuple[list[Operand], dict[str, int]]:
-    """What a kernel binds and is told where tokens are drafted. index: of its state's buffer."""
+    """Returns the operands and parameters that a kernel has where tokens are drafted. index: of the
+    state's buffer."""
     if not target.kind.drafts:
         return [], {"RECENT": 0}
     return [state.recent[index]], {"RECENT": state.recent_rows}
@@ -223,7 +224,7 @@ class ScanVariant:
 
     @property
     def invocations(self) -> int:
-        """Of a workgroup."""
+        """Invocations of a workgroup."""
         return self.columns // self.tile * self.split
 
     @property
@@ -265,8 +266,8 @@ class ScanVariant:
 
 @dataclass(frozen=True)
 class DeltaVariant(ScanVariant):
-    """The same of delta_rule, invocations that load a row's query and key, and whether those that
-    share a column (a power of two) are lanes of a subgroup."""
+    """delta_rule: the fields of a ScanVariant, how many invocations load a row's query and key, and
+    whether those that share a column (a power of two) are lanes of a subgroup."""
 
     loaders: int
     subgroups: bool

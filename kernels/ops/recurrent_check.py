@@ -264,7 +264,7 @@ def _ssm_scan(bench: Bench, rows: int, goes_on: bool) -> Outcome:
 
 
 def _ssm_scan_int8(bench: Bench) -> Outcome:
-    """What comes out of each head is a multiple of x, of which it is known how it rounds."""
+    """The output of each head is a multiple of x, whose rounding to int8 is known."""
     x, exact = (part.reshape(1, 4, 48) for part in int8_rows(bench.rng, 1, 4 * 48))
     b, c, z = bench.random(1, 1, 24), bench.random(1, 1, 24), np.tile(bench.random(1, 4, 1), 48)
     own = b, c, z, bench.random(1, 4), bench.random(3, 4) - 1
@@ -298,9 +298,10 @@ def _drafted(
     op: Callable[..., Value],
     reference: Reference,
 ) -> Outcome:
-    """What the steps give, and the states that the last leaves. A sequence that begins has NaN for
-    a state, and what was drafted wrong must not be read again. buffer: the op's of the state. op:
-    of inputs of these widths, and a state; reference: the same of one sequence."""
+    """Returns the outputs of the steps and the states that the last one leaves. A sequence that
+    begins has NaN for a state, and rows that were drafted wrong must not be read again. buffer:
+    index of the op's buffer in the state. op: makes the op of inputs of these widths and a state;
+    reference: computes it for one sequence."""
     state = LayerState.new(bench.device, shape, 0, sequences=len(_DRAFTED), drafts=_DRAFTS)
     own = state.buffers[buffer]
     states = bench.random(len(_DRAFTED), shape.sizes[buffer] // 4)

@@ -1,1 +1,1 @@
-"""What lasts between steps: keys and values, states of layers, rows, the sampler."""
+"""State that lasts between steps: keys and values, states of layers, rows, the sampler."""

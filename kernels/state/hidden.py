@@ -29,7 +29,8 @@ class HiddenStates:
         return cls(width, kept, saved)
 
     def copies(self, sequence: int, place: int, *, back: bool) -> Sequence[Copy]:
-        """As of a LayerState."""
+        """Returns the copies that save a sequence's states at a place or, with back, restore
+        them."""
         if self.saved is None:
             return ()
         nbytes = _nbytes(self.width)
@@ -38,5 +39,5 @@ class HiddenStates:
 
 
 def _nbytes(width: int) -> int:
-    """Of a sequence; rows are a whole number of eight values, as activations are."""
+    """Bytes of a sequence; rows are a whole number of eight values, as activations are."""
     return 4 * RECENT * -(-width // 8) * 8

@@ -65,7 +65,7 @@ def kv_cache_bytes(shape: KVShape, positions: int, dtype: str) -> int:
 
 
 def keys_bytes(shape: KVShape, positions: int, dtype: str) -> int:
-    """The same of its keys alone."""
+    """Bytes of the keys of a layer's cache of that many positions, rounded up to whole pages."""
     slots, d = -(-positions // PAGE) * PAGE, shape.head_dim
     head = {"f16": 2 * d, "f32": 4 * d, "q8": d + 4 * (d // kv_block(d))}[dtype]
     return shape.n_kv_heads * slots * head

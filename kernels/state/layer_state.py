@@ -1,5 +1,5 @@
-"""What a layer keeps of a sequence instead of keys and values. It does not grow with the sequence:
-the last inputs of a convolution, and a matrix for each head.
+"""The state that a layer keeps of a sequence instead of keys and values. It does not grow with the
+sequence: the last inputs of a convolution, and a matrix for each head.
 
 A step's rows are consecutive positions of one sequence or, in a batch, the next position of each.
 Kernels go on from a sequence's state, or from zeros if the first row is at position 0, and leave

@@ -179,8 +179,8 @@ class Sampler:
             self._biased.add(sequence)
 
     def write_masks(self, first: int, last: int) -> None:
-        """Of the sequences, or rows, from the first to the last: of sequences that are `masked`
-        they sample what `masks` allows from here on."""
+        """Writes `masks` of the sequences, or rows, from the first to the last. From here on those
+        of them that are `masked` sample only tokens that it allows."""
         offset = self.sequences * SAMPLING.itemsize + first * self.masks.strides[0]
         self.device.write(self._buffer("sampling"), self.masks[first : last + 1], offset)
 
@@ -211,8 +211,8 @@ class Sampler:
         return self._dispatches[key]
 
     def _own(self, chain: SamplerChain) -> SamplerChain:
-        """What a draft model does of the other's chain: all that changes what is sampled, where
-        both have as many tokens, so that what is kept of each lies alike."""
+        """Returns the stages of the other model's chain that a draft model runs: all that change
+        what is sampled; penalties and biases only where both vocabularies have the same size."""
         same = self.vocab_size == self._records.vocab_size
         return replace(
             chain,
@@ -223,7 +223,7 @@ class Sampler:
         )
 
     def take_rows_of(self, sequences: Sequence[int]) -> None:
-        """What `step_rows` makes the rows of the next step: those of these sequences, in this
+        """Writes the sequences whose rows `step_rows` makes the rows of the next step, in this
         order, wherever they are."""
         members = np.array([len(sequences), *sequences], np.uint32)
         self.device.write(self._buffer("members"), members)

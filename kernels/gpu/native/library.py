@@ -18,7 +18,7 @@ NOTHING: Size = (0, 0, 0)  # the size of a dispatch that a step does not need: i
 MATRICES = "subgroup-matrices"  # a feature that WebGPU has no name for yet
 
 READ, WRITE = 1, 2
-"""What a buffer is mapped for, by WebGPU's numbers."""
+"""The modes in which a buffer is mapped, by WebGPU's numbers."""
 
 
 class MatrixShape(NamedTuple):
@@ -75,7 +75,7 @@ class Library(ABC):
 
     @abstractmethod
     def features(self, adapter: Any) -> frozenset[str]:
-        """What an adapter offers, by WebGPU's names."""
+        """Returns the features that an adapter offers, by WebGPU's names."""
 
     def matrices(self, adapter: Any) -> tuple[MatrixShape, ...]:
         """The matrices that an adapter multiplies, where the library offers them."""

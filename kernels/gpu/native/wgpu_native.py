@@ -87,7 +87,7 @@ class WgpuNative(Library):
         return _Device(self, handle)
 
     def forget(self) -> None:
-        # As at the end of a process, the package then releases nothing: drivers would wait for
+        # The package then releases nothing, as at the end of a process: drivers would wait for
         # their threads, or free what the other process uses.
         _api.libf = None
 
