@@ -14,7 +14,7 @@ from infer.models.glm4 import Glm4
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import Source, WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "head_dim": 128,
     "max_position_embeddings": 16384,
@@ -75,7 +75,7 @@ class Afmoe(MixtureOfExperts, Glm4):
         return layers.renamed(super().weights(), _NAMES)
 
     def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
-        """Those of attention, and the gate's behind q, k and v."""
+        """The weights of attention, with the gate's rows behind those of q, k and v."""
         c = self.config
         shape = (c.num_attention_heads * c.head_dim, c.hidden_size)
         gate = Source(f"{prefix}.self_attn.gate_proj.weight", shape)

@@ -13,7 +13,7 @@ from infer.models.blocks.layers import DecoderConfig, Weights
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
-# What transformers takes where a config says nothing of rope.
+# Defaults of transformers where a config says nothing of rope.
 _ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12000000.0,

@@ -10,7 +10,7 @@ from infer.models.blocks.layers import DecoderConfig
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = mamba2.DEFAULTS | {"max_position_embeddings": 262144, "num_key_value_heads": 8}
 _NAMES = {
     "post_attention_layernorm": "pre_ff_layernorm",

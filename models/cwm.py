@@ -6,7 +6,7 @@ from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, layer_windows
 from infer.models.loading.config import RawConfig
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "max_position_embeddings": 131072,
     "sliding_window": 8192,

@@ -41,7 +41,8 @@ class LatentConfig:
 
     @property
     def key_dim(self) -> int:
-        """Of what is cached: the key that all heads share, and the latent."""
+        """Dimensions that are cached of a position: the key that all heads share, and the
+        latent."""
         return self.qk_rope_head_dim + self.kv_lora_rank
 
 

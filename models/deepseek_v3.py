@@ -9,7 +9,7 @@ from infer.models.blocks.mtp import Predictor, nextn
 from infer.models.deepseek_v2 import DeepseekV2, read_latent
 from infer.models.loading.config import RawConfig
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "max_position_embeddings": 4096,
     "n_group": 8,

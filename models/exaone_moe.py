@@ -12,7 +12,7 @@ from infer.models.exaone4 import read_exaone
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "num_shared_experts": 1,
     "routed_scaling_factor": 2.5,
@@ -22,7 +22,7 @@ _DEFAULTS = {
 
 
 class ExaoneMoe(MixtureOfExperts):
-    """What checkpoints have besides predicts further tokens."""
+    """Checkpoints have further tensors, of a layer that predicts further tokens."""
 
     shared = "shared_experts"
 

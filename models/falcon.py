@@ -13,7 +13,7 @@ from infer.models.cohere import Cohere
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "activation": "gelu",
     "multi_query": True,

@@ -23,7 +23,7 @@ from infer.models.blocks.layers import DecoderConfig, Scope, Weights
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import Source, WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "mamba_d_head": "auto",
     "mamba_d_ssm": 1024,
@@ -98,7 +98,7 @@ class FalconH1(Decoder):
         )
 
     def weights(self) -> Iterator[WeightSpec]:
-        """Those of Llama, and of each layer's Mamba."""
+        """The weights of Llama, and those of each layer's Mamba."""
         n_layers, state = self.config.num_hidden_layers // 2, self.config.states[0]
         assert state is not None  # Mamba is the first of two
         plain = Decoder(replace(self.config, num_hidden_layers=n_layers))
@@ -112,7 +112,7 @@ class FalconH1(Decoder):
                     yield spec
 
     def _taps(self, whole: Source, state: StateShape) -> Iterator[Source]:
-        """Those of x, B and C, each with its factor."""
+        """The taps of x, B and C, each with its factor."""
         widths = (state.heads * state.value_dim, *[state.key_heads * state.key_dim] * 2)
         start = 0
         for width, factor in zip(widths, self.config.branches.convolved, strict=True):
@@ -128,7 +128,7 @@ class FalconH1(Decoder):
         return self.logits(h, w)
 
     def mixer(self, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
-        """What Mamba and attention make of the same."""
+        """Returns the sum of the outputs of Mamba and of attention, which read the same x."""
         factors, (state, keys_and_values) = self.config.branches, cache
         of_mamba, of_attention = (
             replace(self.config, residual_multiplier=out)
@@ -149,7 +149,7 @@ class FalconH1(Decoder):
 
 
 def _read_state(raw: RawConfig) -> StateShape:
-    """Of Mamba in any layer. Raises UnsupportedError."""
+    """Returns the shape of Mamba's state in any layer. Raises UnsupportedError."""
     heads = raw.size("mamba_n_heads")
     inner = raw.size("mamba_d_ssm", raw.size("mamba_expand") * raw.size("hidden_size"))
     raw.expect("mamba_d_head", "auto", inner // heads)

@@ -10,7 +10,7 @@ from infer.models.blocks.layers import DecoderConfig
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "head_dim": 256,
     "hidden_act": "gelu_pytorch_tanh",

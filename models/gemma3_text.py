@@ -8,7 +8,7 @@ from infer.models.blocks.layers import DecoderConfig
 from infer.models.gemma2 import Gemma2, read_gemma
 from infer.models.loading.config import RawConfig, RopeConfig
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",

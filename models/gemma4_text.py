@@ -27,7 +27,7 @@ from infer.models.gemma3_text import read_local_rope
 from infer.models.loading.config import RawConfig, shown
 from infer.models.loading.weights import WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -173,7 +173,8 @@ class Gemma4Text(MixtureOfExperts):
         return layers.mlp_weights(own, name, f"{prefix}.mlp")
 
     def active(self, name: str, rows: int) -> int:
-        """Of the inputs of layers a token looks up one row."""
+        """Rows of a weight that a token multiplies with: none of the embeddings that layers read,
+        where it looks up one row."""
         return 0 if name == "embed_tokens_per_layer" else super().active(name, rows)
 
     def ignorable(self, key: str) -> bool:
@@ -197,7 +198,8 @@ class Gemma4Text(MixtureOfExperts):
         return self.logits(h, w)
 
     def layer_inputs(self, h: Value, w: Weights) -> tuple[Value, ...]:
-        """What each layer is told of the tokens besides, times the square root of two."""
+        """Returns the further input of each layer about the tokens, times the square root of
+        two."""
         c = self.config
         width = c.hidden_size_per_layer_input
         x = ops.linear(h, w["per_layer_model_projection"], scale=c.hidden_size**-0.5)
@@ -233,7 +235,7 @@ class Gemma4Text(MixtureOfExperts):
         return ops.linear(y, w["o_proj"])
 
     def routed(self, h: Value, x: Value, w: Weights) -> Value:
-        """What the experts that h chooses make of x."""
+        """Returns the output of the experts that h chooses for x."""
         c = self.config
         r = ops.rmsnorm(h, w["router.scale"], c.norm.rms_norm_eps)
         routing = ops.route(

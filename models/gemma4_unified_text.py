@@ -7,7 +7,7 @@ from infer.models.blocks.layers import DecoderConfig
 from infer.models.gemma4_text import Gemma4Text
 from infer.models.loading.config import RawConfig
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "hidden_size_per_layer_input": 0,
     "max_position_embeddings": 262144,

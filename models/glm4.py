@@ -6,7 +6,7 @@ from infer.models.glm import Glm
 
 
 class Glm4(Glm):
-    """What goes into attention and MLP is normed, and so is what they add."""
+    """The inputs of attention and MLP are normed, and so are their outputs."""
 
     norms = (
         "input_layernorm",

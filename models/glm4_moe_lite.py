@@ -8,7 +8,7 @@ from infer.models.deepseek_v2 import read_latent
 from infer.models.deepseek_v3 import DeepseekV3
 from infer.models.loading.config import RawConfig
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "max_position_embeddings": 202752,
     "num_experts_per_tok": 4,

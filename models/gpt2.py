@@ -16,7 +16,7 @@ from infer.models.blocks.layers import DecoderConfig, Weights
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
-# What the config calls Llama's keys.
+# The config's names of keys -> Llama's.
 _KEYS = {
     "activation_function": "hidden_act",
     "n_embd": "hidden_size",

@@ -8,7 +8,7 @@ from infer.models.blocks.layers import DecoderConfig
 from infer.models.gpt2 import GPT2, read_gpt2
 from infer.models.loading.config import RawConfig, shown
 
-# What the config calls GPT-2's keys.
+# The config's names of keys -> GPT-2's.
 _KEYS = {
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",
@@ -48,7 +48,7 @@ class GPTNeo(GPT2):
 
 
 def _read_kinds(raw: RawConfig, n_layers: int) -> list[str]:
-    """What each layer is, by lists of kinds and how often each is repeated."""
+    """Returns the kind of each layer, from lists of kinds and how often each list is repeated."""
     types = raw.get("attention_types", [[["global", "local"], 12]], list)
     try:
         kinds = [kind for repeated, times in types for kind in repeated * min(times, n_layers + 1)]

@@ -12,7 +12,7 @@ from infer.models.blocks.layers import DecoderConfig
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import Source, WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "attention_bias": True,
     "hidden_act": "gelu",

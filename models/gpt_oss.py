@@ -19,7 +19,7 @@ from infer.models.blocks.moe import MixtureOfExperts, read_experts
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import Source, WeightSpec
 
-# What transformers takes where a config says nothing.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 131072,

@@ -38,7 +38,7 @@ class GraniteMoe(MixtureOfExperts):
 
 
 def read_granite_experts(raw: RawConfig) -> ExpertsConfig:
-    """Those of Granite 3 and 4. Raises UnsupportedError."""
+    """Reads the config of the experts of Granite 3 and 4. Raises UnsupportedError."""
     return read_experts(
         raw,
         "num_local_experts",

@@ -13,7 +13,7 @@ from infer.models.granitemoe import GraniteMoe, read_granite_experts
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = mamba2.DEFAULTS | {"num_local_experts": 8, "shared_intermediate_size": 1024}
 _NAMES = {
     "mlp.gate_up_proj": "shared_mlp.input_linear",

@@ -14,7 +14,7 @@ from infer.models.hunyuan_v1_dense import HunyuanDense
 from infer.models.loading.config import RawConfig, shown
 from infer.models.loading.weights import WeightSpec
 
-# What config.json may list for each layer.
+# Keys of config.json that may be lists, with a value for each layer.
 _OF_LAYERS = ("moe_intermediate_size", "moe_topk", "num_experts", "num_shared_expert")
 
 

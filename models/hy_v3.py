@@ -11,7 +11,7 @@ from infer.models.blocks.moe import MixtureOfExperts, predicts_further, read_sig
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "head_dim": 128,
     "max_position_embeddings": 131072,
@@ -21,7 +21,7 @@ _DEFAULTS = {
     "num_shared_experts": 1,
     "router_scaling_factor": 2.826,
 }
-# What checkpoints call what transformers has in memory, and writes if it is told to.
+# Parts of transformers' names in memory, which it writes if told to -> those in checkpoints.
 _NAMES = {
     "mlp.gate.weight": "mlp.router.gate.weight",
     "mlp.e_score_correction_bias": "mlp.expert_bias",

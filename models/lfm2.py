@@ -17,7 +17,7 @@ from infer.models.blocks.layers import DecoderConfig, Scope, Weights
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "hidden_size": 2560,
     "intermediate_size": 12288,
@@ -62,7 +62,8 @@ class Lfm2(Decoder):
         return layers.renamed(super().weights(), _NAMES)
 
     def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
-        """Of attention, or in_proj, conv and out_proj, with biases where the config has them."""
+        """The weights of attention, or in_proj, conv and out_proj, with biases where the config has
+        them."""
         c, hidden = self.config, self.config.hidden_size
         shape = c.states[layer]
         if shape is None:
@@ -86,7 +87,8 @@ class Lfm2(Decoder):
 
 
 def with_older(raw: RawConfig, old: str, new: str) -> RawConfig:
-    """The same with the value of a key under its newer name. What the first files say counts."""
+    """Returns the config with the value of an old key under its new name, even if both are
+    there."""
     return raw.with_values(**{new: raw.values[old]}) if old in raw.values else raw
 
 

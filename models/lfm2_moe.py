@@ -12,7 +12,7 @@ from infer.models.lfm2 import Lfm2, read_lfm2
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "hidden_size": 2048,
     "intermediate_size": 7168,

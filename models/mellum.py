@@ -10,12 +10,12 @@ from infer.models.blocks.moe import MixtureOfExperts, read_experts, read_sparse
 from infer.models.gemma3_text import read_local_rope
 from infer.models.loading.config import RawConfig
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {"head_dim": 128, "max_position_embeddings": 131072, "num_key_value_heads": 4}
 
 
 class Mellum(MixtureOfExperts):
-    """What checkpoints have besides predicts further tokens."""
+    """Checkpoints have further tensors, of a layer that predicts further tokens."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:

@@ -10,7 +10,7 @@ from infer.models.deepseek_v2 import read_latent
 from infer.models.loading.config import RawConfig
 from infer.models.youtu import Youtu
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "dim_model_base": 256,
     "max_position_embeddings": 32768,

@@ -10,7 +10,7 @@ from infer.models.blocks.moe import read_experts
 from infer.models.loading.config import RawConfig
 from infer.models.mixtral import Mixtral
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {"head_dim": 128, "max_position_embeddings": 196608, "num_key_value_heads": 8}
 # The kinds of norms, experts and layers that there are in the files' own code, or were planned.
 _ONE_KIND = {

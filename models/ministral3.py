@@ -6,7 +6,7 @@ from infer.models.blocks.layers import DecoderConfig
 from infer.models.loading.config import RawConfig
 from infer.models.mistral import Mistral
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "head_dim": 128,
     "max_position_embeddings": 262144,

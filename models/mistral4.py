@@ -12,7 +12,7 @@ from infer.models.deepseek_v2 import DeepseekV2, read_latent
 from infer.models.loading.config import RawConfig
 from infer.models.ministral3 import read_position_scaling
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 1048576,
     "num_experts_per_tok": 4,

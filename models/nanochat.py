@@ -13,7 +13,7 @@ from infer.models.gemma2 import softcap
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {"final_logit_softcapping": 15.0, "hidden_act": "relu2"}
 
 

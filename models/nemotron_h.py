@@ -18,7 +18,7 @@ from infer.models.blocks.moe import MixtureOfExperts, read_chosen
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "expand": 2,
     "head_dim": 128,
@@ -42,7 +42,7 @@ _OTHER_KEYS = {
     "mamba_dt_limit": "time_step_limit",
     "mamba_n_groups": "n_groups",
 }
-# What layers are called in hybrid_override_pattern, and in a list.
+# Kinds of layers by their letters in hybrid_override_pattern, and by their names in a list.
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _KINDS = mamba2.KINDS | {"mlp": "mlp", "moe": "moe"}
 _NAMES = {
@@ -99,7 +99,8 @@ class NemotronH(MixtureOfExperts):
             mlp_bias=raw.get("mlp_bias", False, bool),
             conv_bias=raw.get("use_conv_bias", True, bool),
             mamba_proj_bias=bias,
-            # As in the files' own code; transformers begins at time_step_min, in prompts alone.
+            # The files' own code limits time steps like this; transformers begins at
+            # time_step_min, in prompts alone.
             time_step_limit=mamba2.read_time_step_limit(raw),
         )
 
@@ -112,7 +113,7 @@ class NemotronH(MixtureOfExperts):
             yield replace(spec, sources=own, others=spec.others or spec.sources)
 
     def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
-        """Of attention or of Mamba."""
+        """The weights of attention or of Mamba, in layers that have one of these."""
         shape = self.config.states[layer]
         if shape is None:
             yield from super().mixer_weights(layer, name, prefix)
@@ -120,7 +121,8 @@ class NemotronH(MixtureOfExperts):
             yield from mamba2.weights(self.config, shape, f"{name}.mamba", f"{prefix}.mixer")
 
     def mlp_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
-        """Of the layers that have one, or experts; and what these read and write through."""
+        """The weights of the MLP or of the experts, in layers that have one of these, and of the
+        projections through which experts read and write."""
         c = self.config
         if c.states[layer] != NOTHING:
             return
@@ -157,7 +159,7 @@ class NemotronH(MixtureOfExperts):
 
 
 def _read_kinds(raw: RawConfig) -> list[str]:
-    """What each layer is: by a list, or else by a pattern. Raises UnsupportedError."""
+    """Returns the kind of each layer, from a list or else a pattern. Raises UnsupportedError."""
     key, names = "hybrid_override_pattern", _PATTERN
     found = list(raw.get(key, "", str))
     for other in ("layer_types", "layers_block_type"):
@@ -168,7 +170,8 @@ def _read_kinds(raw: RawConfig) -> list[str]:
 
 
 def _read_experts(raw: RawConfig, kinds: Sequence[str]) -> ExpertsConfig | None:
-    """Those of DeepSeek-V3, but with MLPs that have no gates. Raises UnsupportedError."""
+    """Reads the config of experts, which are those of DeepSeek-V3 with MLPs without gates; None
+    where no layer has experts. Raises UnsupportedError."""
     if "moe" not in kinds:
         raw.without_experts()
         return None

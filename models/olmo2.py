@@ -8,7 +8,7 @@ from infer.models.loading.config import RawConfig
 
 
 class Olmo2(Decoder):
-    """What a layer adds is normed; so are q and k, each over its whole width."""
+    """The outputs of attention and MLP are normed; so are q and k, each over its whole width."""
 
     norms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 

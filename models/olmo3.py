@@ -8,7 +8,7 @@ from infer.models.olmo2 import Olmo2
 
 
 class Olmo3(Olmo2):
-    """What extends the rope for long contexts is for the layers without a window alone."""
+    """Only layers without a window have a rope extended for long contexts."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:

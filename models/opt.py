@@ -9,14 +9,14 @@ from infer.models.gpt2 import GPT2
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "activation_function": "relu",
     "enable_bias": True,
     "layer_norm_elementwise_affine": True,
 }
 
-# What it has not, whatever a config says.
+# Keys that OPT does not have, whatever a config says.
 _UNREAD = {"head_dim": None, "num_key_value_heads": None, "rms_norm_eps": 1e-5}
 
 # Parts of the names of tensors, by Llama's.

@@ -7,7 +7,7 @@ from infer.models.blocks.layers import DecoderConfig
 from infer.models.gpt_neox import GPTNeoX
 from infer.models.loading.config import RawConfig
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {"hidden_act": "relu2", "max_position_embeddings": 16384, "qk_layernorm": True}
 
 # Parts of the names of tensors, by Llama's.

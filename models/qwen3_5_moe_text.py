@@ -9,7 +9,7 @@ from infer.models.blocks.moe import MixtureOfExperts, read_experts
 from infer.models.loading.config import RawConfig
 from infer.models.qwen3_5_text import of_text
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = DEFAULTS | {
     "moe_intermediate_size": 512,
     "num_experts": 256,

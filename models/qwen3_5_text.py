@@ -11,7 +11,7 @@ _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 class Qwen35Text(GatedDeltaNet):
-    """Of three kinds of positions a text has one."""
+    """The rope has three kinds of positions, of which a text has one."""
 
     @classmethod
     def read_config(cls, raw: RawConfig) -> DecoderConfig:
@@ -19,7 +19,7 @@ class Qwen35Text(GatedDeltaNet):
 
 
 def of_text(raw: RawConfig) -> RawConfig:
-    """The same with the rope of one kind of positions."""
+    """Returns the config with the rope of one kind of positions, that of texts."""
     parameters = raw.get("rope_parameters", None, dict) or {}
     own = {key: value for key, value in parameters.items() if key not in _OF_IMAGES}
     return raw.with_values(rope_parameters=own) if own else raw

@@ -13,7 +13,7 @@ from infer.models.blocks.moe import MixtureOfExperts, read_experts
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import Source, WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = DEFAULTS | {"num_key_value_heads": 2, "shared_expert_intermediate_size": 512}
 
 

@@ -6,7 +6,7 @@ from infer.models.blocks.layers import DecoderConfig
 from infer.models.loading.config import RawConfig
 from infer.models.qwen3_moe import Qwen3Moe
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "norm_topk_prob": True,
     "num_experts_per_tok": 4,

@@ -31,7 +31,7 @@ class SmolLM3(Decoder):
 
 
 def rope_layers(raw: RawConfig) -> list[bool]:
-    """Which layers rotate them. no_rope_layers says so, in spite of its name."""
+    """Returns which layers rotate q and k. no_rope_layers has 1 for those, in spite of its name."""
     layers, interval = raw.size("num_hidden_layers"), raw.size("no_rope_layer_interval", 4)
     default = [int((layer + 1) % interval != 0) for layer in range(layers)]
     rotated = raw.items("no_rope_layers", default, kind=int)

@@ -7,7 +7,7 @@ from infer.models.blocks.moe import read_sigmoid_experts
 from infer.models.glm4_moe import Glm4Moe
 from infer.models.loading.config import RawConfig
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "head_dim": 128,
     "max_position_embeddings": 131072,

@@ -10,7 +10,7 @@ from infer.models.blocks.layers import DecoderConfig, same_windows
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 _DEFAULTS = {
     "hidden_act": "gelu_pytorch_tanh",
     "norm_epsilon": 1e-5,

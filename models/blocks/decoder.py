@@ -122,7 +122,8 @@ class Decoder:
 
 
 def before_head(logits: Value) -> Value:
-    """What the head, the last projection before the logits, reads: the normed hidden states."""
+    """Returns the normed hidden states, which the head, the last projection before logits,
+    reads."""
     while not isinstance(logits, Linear):
         (logits,) = logits.inputs
     return logits.x

@@ -19,7 +19,7 @@ from infer.models.blocks.mtp import QWEN, Predictor
 from infer.models.loading.config import RawConfig
 from infer.models.loading.weights import Source, WeightSpec
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 DEFAULTS = {
     "head_dim": 256,
     "linear_key_head_dim": 128,
@@ -68,8 +68,9 @@ class GatedDeltaNet(Decoder):
         return super().ignorable(key) or key.startswith("mtp.")
 
     def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
-        """Of attention, or in_proj (queries, keys, values and the gate behind), gates (b and a of
-        each head), conv1d, A_log, dt_bias, norm and out_proj."""
+        """The weights of attention or, in a layer with a state, in_proj (queries, keys, values and
+        the gate behind), gates (b and a of each head), conv1d, A_log, dt_bias, norm and
+        out_proj."""
         hidden, shape = self.config.hidden_size, self.config.states[layer]
         if shape is None:
             yield from super().mixer_weights(layer, name, prefix)
@@ -85,13 +86,13 @@ class GatedDeltaNet(Decoder):
         yield layers.stacked(f"{name}.out_proj", prefix, {"out_proj.weight": (hidden, values)})
 
     def projections(self, prefix: str, shape: StateShape) -> Iterator[Source]:
-        """Of in_proj."""
+        """The tensors that in_proj is made of."""
         values = shape.heads * shape.value_dim
         for part, rows in (("qkv", shape.channels), ("z", values)):
             yield Source(f"{prefix}.in_proj_{part}.weight", (rows, self.config.hidden_size))
 
     def gates(self, prefix: str, shape: StateShape) -> Iterator[Source]:
-        """Of gates."""
+        """The tensors that gates is made of."""
         for part in "ba":
             yield Source(f"{prefix}.in_proj_{part}.weight", (shape.heads, self.config.hidden_size))
 

@@ -1,4 +1,4 @@
-"""What the decoder-only architectures share: config, attention and MLP, and their weights."""
+"""Parts that the decoder-only architectures share: config, attention and MLP, and their weights."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class DecoderConfig:
         return {part: {name: own.pop(name) for name in found} for part, found in names.items()}
 
     def changed(self, **own: Any) -> Self:
-        """The same with other fields, those of its parts too."""
+        """Returns the config with other values of fields, its own or those of its parts."""
         of_parts = self._of_parts(own).items()
         parts = {part: replace(getattr(self, part), **values) for part, values in of_parts}
         return replace(self, **parts, **own)
@@ -332,7 +332,8 @@ class Scope(Mapping[str, GpuTensor]):
 
 
 def renamed(specs: Iterable[WeightSpec], names: Mapping[str, str]) -> Iterator[WeightSpec]:
-    """The same from tensors whose names have other parts: `names` by those of Llama."""
+    """Yields the weights, made of tensors by other names. names: what replaces each part of Llama's
+    names, from first to last."""
     for spec in specs:
         sources = []
         for source in spec.sources:

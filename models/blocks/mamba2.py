@@ -18,7 +18,7 @@ from infer.models.blocks.layers import DecoderConfig, Scope, Weights
 from infer.models.loading.config import RawConfig, shown
 from infer.models.loading.weights import Source, WeightSpec
 
-# What lists of layers call them, before and since transformers 5.
+# The kinds of layers by their names in configs, before and since transformers 5.
 KINDS = {
     "mamba": "mamba",
     "linear_attention": "mamba",
@@ -26,7 +26,7 @@ KINDS = {
     "full_attention": "attention",
 }
 
-# What transformers takes for keys that a config leaves out.
+# Defaults of transformers for keys that a config leaves out.
 DEFAULTS = {
     "mamba_d_state": 256,
     "mamba_expand": 2,
@@ -39,7 +39,7 @@ class Mamba2(Decoder):
     """Some layers have it in place of attention."""
 
     def mixer_weights(self, layer: int, name: str, prefix: str) -> Iterator[WeightSpec]:
-        """Of attention or of Mamba."""
+        """The weights of attention or, in a layer with a state, of Mamba."""
         shape = self.config.states[layer]
         if shape is None:
             return super().mixer_weights(layer, name, prefix)
@@ -122,8 +122,8 @@ def read_time_step_limit(raw: RawConfig) -> tuple[float, float]:
 def read_kinds(
     raw: RawConfig, found: Sequence[str], kinds: Mapping[str, str], key: str
 ) -> list[str]:
-    """What each layer is: of kinds, by the names that `found` has for them. key: where the config
-    says so. Raises UnsupportedError."""
+    """Returns the kind of each layer. found: the name of each layer's kind in the config, at `key`;
+    kinds: the kinds by these names. Raises UnsupportedError for other names or another count."""
     n_layers = raw.size("num_hidden_layers")
     if len(found) != n_layers or any(name not in kinds for name in found):
         raise UnsupportedError(
@@ -167,8 +167,8 @@ def mamba2(
     state: LayerState,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> Value:
-    """What a layer makes of x [rows, hidden_size]; scales: of what it projects x to, and of the
-    time steps."""
+    """Returns the layer's output for x [rows, hidden_size]. scales: factors on the projection of x
+    and on the time steps."""
     shape, (scale, dt_scale) = state.shape, scales
     zxbc = ops.linear(x, w["in_proj"], w.get("in_proj.bias"), scale)
     dt = ops.linear(x, w["gates"], w.get("gates.bias"), dt_scale)

@@ -149,7 +149,7 @@ def predicts_further(config: DecoderConfig, key: str) -> bool:
 
 
 def no_experts(raw: RawConfig, having: tuple[bool, ...]) -> ExpertsConfig:
-    """What stands for a mixture none of whose layers has experts: what its config says of them need
+    """Returns the config of a mixture in which no layer has experts: its keys about experts need
     not make sense."""
     raw.without_experts()
     return ExpertsConfig(0, 0, 0, normalize=False, shared_inner=0, layers=having)

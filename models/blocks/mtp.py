@@ -111,7 +111,7 @@ class Predictor(Decoder):
         return self._model.active(name, rows)
 
     def of(self, hidden: HiddenStates) -> Self:
-        """The same layer, reading these hidden states."""
+        """Returns a copy of the layer that reads these hidden states."""
         own = type(self).__new__(type(self))
         own.__dict__ |= self.__dict__ | {"_hidden": hidden}
         return own
@@ -122,16 +122,17 @@ class Predictor(Decoder):
         return self.logits(h, w)
 
     def also(self, logits: Value) -> Iterator[Value]:
-        """What its own steps compute besides: they keep what stands in for the next hidden
-        states."""
+        """Yields the values that its own steps compute besides logits: they keep what stands in for
+        the next hidden states."""
         assert self._hidden is not None
         yield KeepHidden(before_head(logits), self._hidden)
 
     def beside(
         self, logits: Value, of: Weights, w: Weights, rope: Rope | None, cache: Cache
     ) -> Iterator[Value]:
-        """What the model's steps compute besides, so that the layer knows all positions: its keys
-        and values; and they keep the last hidden states. logits: the model's. of: its weights."""
+        """Yields the values that the model's steps compute besides logits, so that the layer knows
+        all positions: its keys and values; and they keep the last hidden states. logits: the
+        model's. of: the model's weights."""
         assert self._hidden is not None
         (rows,) = (value for value in reachable([logits]) if isinstance(value, LogitsRows))
         x = layers.norm(rows.x, of, "norm", self.config)

@@ -33,8 +33,8 @@ _QWEN2_VL = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1000000.0,
 }
-# What transformers takes for keys that the config of a text model leaves out, where it is other
-# than for that architecture alone, and what the first files leave out.
+# Defaults of transformers for keys that the config of a text model leaves out, where they differ
+# from those of that architecture alone, and values of keys that the first files leave out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
         "hidden_size": 4096,
@@ -88,8 +88,9 @@ def text_config(raw: RawConfig) -> RawConfig:
 
 
 def text_model(raw: RawConfig, checkpoint: Checkpoint) -> tuple[RawConfig, Checkpoint]:
-    """The same and its tensors. Without a head among them the embeddings are the head, whatever the
-    config says: published ones contradict themselves there."""
+    """Returns the config and the tensors of the text model. Without a head among them the
+    embeddings are the head, whatever the config says: published ones contradict themselves
+    there."""
     config, own = text_config(raw), text_tensors(checkpoint.tensors)
     tensors = {name: replace(info, name=name) for name, info in own.items()}
     if not any(name.startswith("lm_head.") for name in tensors):
@@ -99,7 +100,7 @@ def text_model(raw: RawConfig, checkpoint: Checkpoint) -> tuple[RawConfig, Check
 
 
 def text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
-    """What belongs to tensors of the text model, by the names that it alone would have."""
+    """Returns the entries of the text model's tensors, by the names that it would have alone."""
     return {_text_name(name): own for name, own in tensors.items() if not _OTHER.match(name)}
 
 

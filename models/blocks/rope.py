@@ -39,12 +39,13 @@ def rope_table(rope: RopeConfig, positions: int, length: int = 0) -> NDArray[np.
 
 
 def table_bytes(rope: RopeConfig, positions: int) -> int:
-    """Of the table of so many positions."""
+    """Returns the bytes of the rotary table of so many positions."""
     return positions * rope.rotary_dim // 2 * 2 * F32().nbytes
 
 
 def _frequencies(rope: RopeConfig, length: int) -> tuple[NDArray[np.float32], float]:
-    """Of the pairs in a sequence of that length, and the factor on cos and sin."""
+    """Returns the frequency of each pair of dimensions in a sequence of that length, and the factor
+    on cos and sin."""
     if rope.kind == "yarn":
         return _yarn(rope)
     if rope.kind == "longrope":
@@ -139,7 +140,7 @@ def _yarn(rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
             attention_factor = _mscale(factor, mscale) / _mscale(factor, all_dim)
         else:
             attention_factor = _mscale(factor, 1.0)
-        # As vLLM has it (YaRNScalingRotaryEmbedding); transformers ignores the key.
+        # vLLM reads the key (YaRNScalingRotaryEmbedding); transformers ignores it.
         attention_factor *= scaling.get("attn_factor", 1.0)
 
     def dimension(rotations: float) -> float:
@@ -159,7 +160,7 @@ def _yarn(rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
 
 
 def score_factor(rope: RopeConfig) -> float:
-    """What DeepSeek's models multiply scores by besides, where YaRN extends their context."""
+    """Returns the further factor on DeepSeek's attention scores where YaRN extends the context."""
     all_dim = rope.scaling.get("mscale_all_dim")
     if rope.kind != "yarn" or not all_dim:
         return 1.0

@@ -52,7 +52,7 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Of everything in the files that the model uses."""
+        """Bytes of all tensors in the files that the model uses."""
         parts = [tensor for matrix in self.packed.values() for tensor in matrix.tensors]
         return sum(tensor.nbytes for tensor in {*self.tensors.values(), *parts})
 

@@ -258,11 +258,12 @@ class RawConfig:
         return value  # type: ignore[no-any-return]
 
     def with_defaults(self, **defaults: Any) -> RawConfig:
-        """The same with values for keys that are absent; null is not."""
+        """Returns the config with values for keys that are absent; a key with null is not
+        absent."""
         return self.with_values(**defaults | self.values)
 
     def with_values(self, /, **values: Any) -> RawConfig:
-        """The same with these values; what was read of it stays read."""
+        """Returns the config with these values; keys that were read stay read."""
         made = RawConfig(self.values | values, self.place)
         made.read = self.read
         return made

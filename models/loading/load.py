@@ -35,7 +35,7 @@ _STORAGE: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": np.uin
 # Values converted at a time: their temporaries fit in a core's cache, and cost the host no memory.
 _AT_ONCE = 1 << 18
 
-# What is added to rows [first, first + count) of a tensor, as (first, count) -> two factors in f32,
+# A change adds to rows [first, first + count) of a tensor the product of two factors in f32,
 # [count, rank] and [rank, columns].
 Factors = tuple[NDArray[np.float32], NDArray[np.float32]]
 Change = Callable[[int, int], Factors]
@@ -140,14 +140,14 @@ class _Transfer:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What the transfers of all weights share."""
+    """The objects that the transfers of all weights share."""
 
     changes: Mapping[str, Change]
     quantizer: Quantizer
     matrices: _Matrices
 
     def transfers(self, weight: PlannedWeight, tensor: GpuTensor) -> Iterator[_Transfer]:
-        """What brings the parts, one below the other, into the shards."""
+        """Yields the transfers of a weight's parts, one below the other, into the shards."""
         top = 0
         for part in weight.parts:
             bottom = top + part.view.shape[0]
@@ -162,7 +162,7 @@ class _Reading:
     def _transfers(
         self, weight: PlannedWeight, part: Part, shard: Shard, first: int
     ) -> Iterator[_Transfer]:
-        """What brings a part into the rows from `first` on of a shard."""
+        """Yields the transfers of a part into the rows from `first` on of a shard."""
         how, rows, columns = weight.stored, part.view.shape[0], part.view.shape[-1]
         if how.packed:
             assert isinstance(part.tensor, Packed)
@@ -221,7 +221,8 @@ class _Matrices:
 
 
 def _values(part: Part, rows: range, columns: range) -> NDArray[Any]:
-    """Of the part's tensor: as the file has them, or in f32 where it has them quantised."""
+    """Returns values of the part's tensor: as the file has them, or in f32 where it has them
+    quantised."""
     tensor, span = part.tensor, rows.step * part.width
     if isinstance(tensor, Packed):
         return tensor.take(rows).dequantize()[:, columns.start : columns.stop]

@@ -79,20 +79,21 @@ _MERGE = (
 )
 
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-# What PEFT copies from the model, unless its save_embedding_layers is false.
+# Tensors that PEFT copies from the model, unless its save_embedding_layers is false.
 _COPY = re.compile(
     r"base_model\.model\.((?:.+\.)?(?:embed_tokens|embed_in|lm_head|embed_out))(?:\.base_layer)?\.weight"
 )
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _AT_ONCE = 1 << 22  # values compared at a time
 _MOST_ALPHA = 1e6  # far more than anybody trains with, and no product leaves f32
-# What makes a pattern take for ever.
+# Parts of a pattern that make it take for ever.
 _REPETITION, _REPEATED_GROUP = re.compile(r"[*+?{]"), re.compile(r"\)[*+?{]")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What is added to a tensor [rows, columns]: scale * b a; a [rank, columns], b [rows, rank]."""
+    """A low-rank change of a tensor [rows, columns], to which it adds scale * b a; a [rank,
+    columns], b [rows, rank]."""
 
     a: TensorInfo
     b: TensorInfo
@@ -104,7 +105,7 @@ class Pair:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the tensor that it fits."""
+        """The shape of the tensors that it fits."""
         return self.b.shape[0], self.a.shape[1]
 
     def factors(self, first: int, count: int) -> Factors:
@@ -335,7 +336,7 @@ def _alpha(patterns: Mapping[str, Any], module: str, default: float, place: str)
 
 @dataclass(frozen=True)
 class _Beside:
-    """What lies beside a weight: the pairs of its sources."""
+    """The low-rank changes beside a weight: the pairs of its sources."""
 
     weight: PlannedWeight
     pairs: Mapping[str, Pair]
@@ -377,8 +378,8 @@ def _allocate(device: Device, same: Sequence[_Beside], count: int | None = None)
 
 @dataclass(frozen=True)
 class Adapters:
-    """What lies beside the weights of a model. always: for all rows of a step. by_row: stacks of
-    what the adapters of these names change: number 1 is the first, and 0 a row without one."""
+    """The low-rank changes beside the weights of a model. always: for all rows of a step. by_row:
+    stacks of the changes by the adapters of these names: number 1 is the first, 0 a row without."""
 
     always: Changes
     by_row: Changes
@@ -444,7 +445,7 @@ class Loras:
         return cls(merged, beside(kept), found, copies, names)
 
     def allocate(self, device: Device, weights: Mapping[str, GpuTensor]) -> Adapters:
-        """What lies beside the weights, zero-filled."""
+        """Allocates the changes beside the weights, zero-filled."""
         stacks: dict[str, list[_Beside]] = {}
         for of_weights in self.named.values():
             for name, each in of_weights.items():

@@ -43,8 +43,9 @@ WIDENED = Stored("f32")
 
 
 def stored_packed(matrices: Sequence[Packed], name: str) -> Stored:
-    """What holds all these matrices exactly, one below the other in the weight `name`: floats where
-    no integers do, and where their columns are quantised in different orders (act-order).
+    """Returns the storage that holds all these matrices exactly, one below the other in the weight
+    `name`: floats where no integers do, and where columns are quantised in different orders
+    (act-order).
 
     Raises UnsupportedError for kinds and groups that have no kernel.
     """
@@ -56,7 +57,8 @@ def stored_packed(matrices: Sequence[Packed], name: str) -> Stored:
 
 
 def stored_schemes(schemes: Sequence[Scheme], columns: int, name: str) -> Stored:
-    """The same of what matrices of so many columns are known by."""
+    """Returns the storage that holds exactly all matrices of these schemes and so many columns.
+    Raises UnsupportedError for kinds and groups that have no kernel."""
     kinds = {(scheme.kind, scheme.signed) for scheme in schemes}
     if not {kind for kind, _ in kinds} <= {"int", *CODED}:
         raise UnsupportedError(
@@ -174,6 +176,7 @@ class PackedRows:
                 self._done.set()
 
     def fill_scales(self, view: memoryview, start: int) -> None:
-        """The same of scales, which blocks must be asked for before."""
+        """Fills a view with bytes of the scales from `start` on. It waits until the blocks, which
+        must be asked for before, are made."""
         self._done.wait()
         np.frombuffer(view, np.uint8)[:] = self._scales.reshape(-1)[start : start + len(view)]

@@ -18,7 +18,7 @@ from infer.models.loading.shapes import Published
 from infer.models.loading.tensors import TensorInfo
 from infer.models.loading.weights import Source, View, WeightSpec, asked_for
 
-# What embeddings and the output projection are stored as in a model quantised to q4.
+# The dtype of embeddings and of the output projection in a model quantised to q4.
 EMBEDDING_DTYPE = "q8"
 _EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer", "embed_positions", "lm_head")
 _ROUTER = ".router"
@@ -34,7 +34,7 @@ class Part:
 
     @property
     def dtype(self) -> str:
-        """Of its values: what is quantised stands for those of f32."""
+        """The dtype of its values; f32 where they are quantised."""
         return "f32" if isinstance(self.tensor, Packed) else self.tensor.dtype
 
     @property
@@ -147,7 +147,7 @@ def _as_experts(shared: PlannedWeight, width: int, inner: int) -> PlannedWeight:
         shape = len(starts) * shared.shape[0], inner
         return replace(shared, shape=shape, parts=tuple(cut))
     tops = [(part, top) for part in shared.parts for top in range(0, part.view.shape[0], width)]
-    # Of gate and of up, whether or not they are one tensor.
+    # Rows of the gate and of up, whether or not they are one tensor.
     cut = [part.rows(range(top + i, top + i + inner)) for i in starts for part, top in tops]
     return replace(shared, parts=tuple(cut))
 
@@ -200,7 +200,7 @@ def plan_weights(
 
 
 def _found(spec: WeightSpec, checkpoint: Checkpoint) -> tuple[Source, ...]:
-    """Those of the sources that the checkpoint has, transposed only where it has them so."""
+    """Returns the sources that the checkpoint has, transposed only where it has them so."""
     known = checkpoint.tensors, checkpoint.packed
     has_others = any(source.key in those for source in spec.others for those in known)
     sources = spec.others if has_others else spec.sources

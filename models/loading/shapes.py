@@ -1,5 +1,5 @@
-"""Of well-known models config.json, and of well-known formats how they pack weights: for benchmarks
-on random weights, for which nothing is downloaded."""
+"""The config.json of well-known models, and how well-known formats pack weights: for benchmarks on
+random weights, for which nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infer.kernels.errors import ModelNotFoundError
 from infer.models.loading.config import RawConfig
 from infer.models.loading.formats.grouped import Scheme
 
-# Of each published config.json, everything that says what is computed.
+# The keys of each published config.json that say what is computed.
 _LLAMA_3: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 128256,

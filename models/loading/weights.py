@@ -1,4 +1,4 @@
-"""What a model declares: its weights, and the tensors of a checkpoint that each is made of."""
+"""The weights that a model declares, and the tensors of a checkpoint that each is made of."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class View:
         return range(1) if self.columns is None else self.columns
 
     def take_rows(self, own: range) -> View:
-        """Those of the view's rows."""
+        """Returns the view of some of its rows. own: their indices in the view."""
         if self.transposed:
             return replace(self, columns=_chosen(self.across, own))
         return replace(self, rows=_chosen(self.rows, own))
@@ -75,14 +75,14 @@ class Source:
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        """Of a tensor of floats."""
+        """The shape of the tensor in the file, if it is one of floats."""
         if not self.transposed:
             return self.shape
         *stack, rows, columns = self.shape
         return (*stack, columns, rows)
 
     def values(self) -> Source:
-        """As a vector: one value after the other, whatever the shape."""
+        """Returns the source as a vector: one value after the other, whatever the shape."""
         return replace(self, part=View(range(prod(self.shape))))
 
     def rows(self, own: range) -> Source:

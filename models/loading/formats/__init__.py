@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from infer.models.loading.formats.packed import Packed
     from infer.models.loading.weights import WeightSpec
 
-# Of config.json, in the order in which they count: MLX writes its own under the first two.
+# Keys of config.json in the order in which they count: MLX writes its own under the first two.
 QUANTIZATION_KEYS = ("quantization", "quantization_config", "compression_config")
 
 
@@ -135,7 +135,8 @@ def find_format(raw: RawConfig, folder: Path | None = None) -> Format | None:
 
 
 def _method(config: RawConfig) -> str:
-    """What quant_method says, or keys that bitsandbytes alone has: its first files do not say."""
+    """Returns quant_method, or bitsandbytes by keys that it alone has: its first files have no
+    quant_method."""
     from infer.kernels.errors import UnsupportedError
 
     of_bitsandbytes = any(config.get(key, False) for key in ("load_in_4bit", "load_in_8bit"))

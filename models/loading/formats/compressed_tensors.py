@@ -70,8 +70,8 @@ _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantiz
 
 @dataclass(frozen=True)
 class _Group:
-    """What the config says of some modules. size: columns of a group, with the strategy "group";
-    block: rows and columns of one, with "block"; else 0."""
+    """A group of modules in the config. size: columns that share a scale, with the strategy
+    "group"; block: rows and columns that do, with "block"; else 0."""
 
     targets: tuple[str, ...]
     packed: bool
@@ -185,7 +185,7 @@ def _by_pattern(target: str, module: str) -> bool:
     return target.startswith("re:") and re.match(target[3:], module) is not None
 
 
-# What makes a pattern take for ever.
+# Parts of a pattern that make it take for ever.
 _REPETITION, _ENDLESS = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
 
 

@@ -1,4 +1,4 @@
-"""What every format offers: which tensors of a checkpoint make a matrix."""
+"""The base class of formats: which tensors of a checkpoint make a matrix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infer.models.loading.tensors import TensorInfo
 
 FLOATS = ("f32", "f16", "bf16")
 
-# What files may quantise besides weights, and how the tensors with its scales end.
+# Values that files may quantise besides weights, and the ends of their scales' names.
 ACTIVATIONS, CACHE = "activations", "the KV cache"
 _LEFT_OUT = {
     CACHE: (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale"),
@@ -61,7 +61,8 @@ class Format(ABC):
 
 
 def left_out(name: str) -> str | None:
-    """What a tensor is a scale of that is not used; None for any other."""
+    """Returns the name of the values that a tensor is the scale of, where these scales are not
+    used; None for any other tensor."""
     return next((of for of, ends in _LEFT_OUT.items() if name.endswith(ends)), None)
 
 

@@ -92,7 +92,7 @@ _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True)
 class Gguf:
-    """What a file, or several, hold.
+    """The metadata and tensors of a model in a GGUF file, or in several.
 
     metadata: numbers, truth values and text as Python has them; arrays of text as lists, others as
         numpy arrays.

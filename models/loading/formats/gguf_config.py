@@ -1,4 +1,4 @@
-"""What a GGUF file means: its metadata as a config.json, its tensors by their names on the hub.
+"""Translates GGUF files: the metadata to a config.json, tensors to their names on the hub.
 
 Names and conventions are those of llama.cpp's converter (convert_hf_to_gguf.py);
 gguf_conversions.py has what differs from one architecture to the next.
@@ -46,10 +46,10 @@ _BARE = ("attn_sinks", "exp_probs_b", "layer_output_scale", "ssm_a", "ssm_d", "s
 # Norms of all heads, where each has weights of its own.
 _HEAD_NORMS = ("attn_q_norm", "attn_k_norm")
 
-# What config.json calls the number of experts.
+# The names in config.json of the number of experts.
 _COUNTS = ("num_experts", "n_routed_experts", "moe_num_experts")
 
-# What a gated delta net has for each head, and for their values.
+# Tensors of a gated delta net with a row for each head, and those with rows for heads' values.
 _BY_HEAD = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
 _TILED = (*_BY_HEAD, "attn_qkv", "attn_gate", "ssm_conv1d", "ssm_out")
 
@@ -65,7 +65,7 @@ _SIZES = {
 }
 _EPS, _RMS_EPS = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
 _KV_HEADS = "attention.head_count_kv"
-# What may be listed for each layer.
+# Keys that may be lists, with a value for each layer.
 _BY_LAYER = ("attention.head_count", _KV_HEADS, "feed_forward_length")
 _WINDOW, _PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 
@@ -96,7 +96,7 @@ _KNOWN = {
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
 }
-# Of those with experts.
+# Keys of architectures with experts.
 _EXPERTS = {
     "expert_feed_forward_length",
     "expert_shared_feed_forward_length",
@@ -416,8 +416,8 @@ def gguf_checkpoint(gguf: Gguf, config: RawConfig) -> Checkpoint:
 def _parts(
     info: TensorInfo, own: str, names: dict[str, str], config: RawConfig
 ) -> Iterator[tuple[str, str, TensorInfo]]:
-    """What stands in one tensor and in several on the hub: for each what it would be called here,
-    its name there, and itself."""
+    """Yields the parts of a tensor that are several tensors on the hub: the name that each would
+    have in GGUF, its name on the hub, and its info."""
     rows = info.shape[0]
     experts = next(filter(None, map(config.values.get, _COUNTS)), None)
     if 0 in info.shape:  # no shape that a model asks for
@@ -577,7 +577,7 @@ class _Stated(TensorInfo):
 
 
 def _xielu(gguf: Gguf, layers: int) -> dict[str, TensorInfo]:
-    """What the metadata say of xIELU, for each layer or for all."""
+    """Returns xIELU's numbers, which are in the metadata for each layer or for all, as tensors."""
     tensors: dict[str, TensorInfo] = {}
     for part, shape in _XIELU.items():
         for layer, value in enumerate(gguf.numbers(f"xielu.{part}", layers, "f")):

@@ -1,5 +1,5 @@
-"""What llama.cpp's converter makes of each architecture: what its tensors and its metadata are
-called on the hub, and what no file says because llama.cpp knows it.
+"""The conversions of llama.cpp's converter for each architecture: the names of its tensors and
+metadata on the hub, and values that no file has because llama.cpp knows them.
 
 | general.architecture                | what is peculiar                                           |
 | ----------------------------------- | ---------------------------------------------------------- |
@@ -333,8 +333,8 @@ def _gemma_scale(largest: int) -> Callable[[Gguf, Config], Config]:
 
 
 def _gemma4(gguf: Gguf, config: Config) -> Config:
-    """What layers with a window have otherwise, and whether the MLPs of those that share keys and
-    values are twice as wide."""
+    """Returns the keys of layers with a window that differ, and whether the MLPs of layers that
+    share keys and values are twice as wide."""
     raw, layers = RawConfig(gguf.metadata, str(gguf.file)), config["num_hidden_layers"]
     head_dim = raw.size("gemma4.attention.key_length_swa")
     shared = raw.get("gemma4.attention.shared_kv_layers", 0, int)
@@ -475,7 +475,7 @@ def _ministral3(gguf: Gguf, config: Config) -> Config:
 
 
 def _olmo3(gguf: Gguf, config: Config) -> Config:
-    """What extends the rope is for the layers without a window alone."""
+    """Only layers without a window have an extended rope."""
     rope = config["rope_parameters"]
     local = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor")}
     return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}

@@ -47,7 +47,7 @@ _STACKED = re.compile(
 _EXPERT = re.compile(r"(.*)\.experts\.\d+\.(\w+)")
 _HEADS = re.compile(r".*\.self_attn\.(?:embed_q|unembed_out)\.(?:weight|scales|biases)")
 _CONV = re.compile(r".*\.conv(?:1d)?\.weight")
-# What the projections of an expert are called on the hub in Mixtral, and in which blocks.
+# The hub's names of an expert's projections in Mixtral, and the blocks that have these names.
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _LIKE_MIXTRAL = (".block_sparse_moe", ".feed_forward")
 _UNGATED = {"fc1": "up_proj", "fc2": "down_proj"}
@@ -108,9 +108,9 @@ def _mode(config: RawConfig) -> tuple[int, int, str]:
 
 
 def untransposed(checkpoint: Checkpoint) -> Checkpoint:
-    """The same with the taps of convolutions as the hub has them, [channels, 1, taps], where they
-    are transposed. mlx-lm completes norms as it does so, and itself tells by the taps whether it
-    was done. Raises CheckpointError for files that were converted in part."""
+    """Returns the checkpoint with the taps of convolutions as the hub has them, [channels, 1,
+    taps], where they are transposed. mlx-lm completes norms as it transposes, and tells by the taps
+    whether that was done. Raises CheckpointError for files that were converted in part."""
     tensors = checkpoint.tensors
     taps = {n: t for n, t in tensors.items() if _CONV.fullmatch(n) and len(t.shape) == 3}
     theirs = {n: t for n, t in taps.items() if t.shape[1] > t.shape[2] == 1}
@@ -128,8 +128,8 @@ def untransposed(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def unstacked(checkpoint: Checkpoint) -> Checkpoint:
-    """The same with a tensor for each expert, by its name on the hub, where MLX stacks them, and
-    with one matrix for all heads."""
+    """Returns the checkpoint with a tensor for each expert, by its name on the hub, where MLX
+    stacks them, and with one matrix for all heads."""
     tensors = {}
     for name, info in checkpoint.tensors.items():
         if _HEADS.fullmatch(name) and len(info.shape) == 3:
@@ -151,7 +151,7 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _names(module: str) -> list[str]:
-    """What the config may call the module of an expert, and any other by its own name."""
+    """Returns the names that the config may have for an expert's module; for another, its own."""
     match = _EXPERT.fullmatch(module)
     if match is None:
         return [module]

@@ -31,7 +31,8 @@ class Mxfp4(Format):
         """Nothing in the config changes the layout."""
 
     def matrix(self, checkpoint: Checkpoint, key: str, shape: Sequence[int]) -> Packed | None:
-        """Of (experts, rows, columns) or, where there are no experts, (rows, columns)."""
+        """Returns the matrix of a shape (experts, rows, columns) or, without experts, (rows,
+        columns); None where the checkpoint does not have it in this format."""
         name = key.removesuffix(".weight") if f"{key}_blocks" not in checkpoint.tensors else key
         if f"{name}_blocks" not in checkpoint.tensors:
             return None

@@ -53,7 +53,7 @@ class Packed(ABC):
         threads. Raises CheckpointError when a file cannot be read or holds what it must not."""
 
     def take(self, rows: range) -> Grouped:
-        """The same of these rows."""
+        """Returns these rows of the matrix."""
         grouped = self.read(rows[0], rows[-1] + 1)
         return grouped if rows.step == 1 else grouped.every(rows.step)
 
@@ -63,8 +63,8 @@ class Packed(ABC):
         return self.order is None and (columns % group == 0 or group >= self.shape[1])
 
     def held(self) -> Packed:
-        """The same for reading many of its rows: with its tensors in memory if it is by columns.
-        Raises CheckpointError."""
+        """Returns the matrix for reading many of its rows: with its tensors in memory if it is by
+        columns. Raises CheckpointError."""
         if not self.by_columns:
             return self
         return replace(self, tensors=tuple(tensor.held() for tensor in self.tensors))
