@@ -13,7 +13,7 @@ from infer.cli.app import main  # noqa: E402
 
 
 def arguments(given: list[str]) -> list[str]:
-    """Those of `infer`."""
+    """Returns the arguments for `infer`, from those of this script."""
     save = f"--save={SCRIPTS / 'results'}"
     return ["bench", *(save if word == "--json" else word for word in given)]
 

@@ -42,7 +42,7 @@ def table(reports: Sequence[BenchReport]) -> str:
 
 
 def batches(reports: Sequence[BenchReport]) -> str:
-    """The same of many sequences at once; and of many clients, where they were measured."""
+    """The tables of many sequences at once; and of many clients, where they were measured."""
     return _by_adapter(reports, batch_tables)
 
 

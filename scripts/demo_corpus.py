@@ -807,7 +807,7 @@ def read_story(
 
 
 def check_story(text: str, bound: Bound | None = None, whole: bool = False) -> list[str]:
-    """What is wrong with a story: see `read_story`."""
+    """Returns the faults of a story, which `read_story` finds."""
     return read_story(text, bound, whole)[1]
 
 
@@ -926,7 +926,7 @@ def _each(first: str, second: str) -> str:
     return "; ".join(f"{a} {b}" for a in _list(first) for b in _list(second))
 
 
-# What follows from the values in a prompt.
+# Values that follow from those in a prompt.
 
 
 def _derive_sum(bound: Bound) -> Bound | None:

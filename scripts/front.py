@@ -1,5 +1,5 @@
-"""What `infer serve` itself takes of a token, by a process in place of the engine's that makes
-tokens of nothing.
+"""Measures the time that `infer serve` itself takes for a token: in place of the engine's process,
+another one makes tokens without a model.
 
     python scripts/front.py --clients 1 --step 0.6       milliseconds from a token to the next
     python scripts/front.py --clients 64 --step 10 --cores 2

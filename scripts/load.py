@@ -47,7 +47,7 @@ from infer.bench.measure import percentiles, prompts  # noqa: E402
 WORDS = ("a", "bird", "cat", "day", "each", "fish", "green", "house", "in", "just", "moon", "new")
 
 
-# What is sent, and what came
+# Requests and answers
 
 
 @dataclass
@@ -68,7 +68,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Sample:
-    """Of the server's processes together: bytes of memory, threads, sockets, files."""
+    """The resources of the server's processes together: bytes of memory, threads, sockets,
+    files."""
 
     at: float
     memory: int
@@ -276,11 +277,12 @@ class Connection(asyncio.Protocol):
             self._done.set_result(None)
 
 
-# What the server says of itself
+# The server's versions, model and metrics
 
 
 def told(url: str, api_key: str | None, model: str | None) -> dict[str, Any]:
-    """As fields of LoadReport. url: that of --url. model: None for the first of its models."""
+    """Returns the fields of LoadReport that the server tells. url: that of --url. model: None for
+    the first of its models."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def ask(url: str) -> Any:
@@ -479,7 +481,8 @@ def _of(values: Iterable[float]) -> tuple[float, float] | None:
 
 
 def sample(pid: int, at: float) -> Sample:
-    """Of a process and those that it started, from Linux's /proc; zeros where there is none."""
+    """Returns the resources of a process and of those that it started, from Linux's /proc; zeros
+    where there is no /proc."""
     memory = threads = sockets = files = 0
     for each in _family(pid):
         with suppress(OSError):

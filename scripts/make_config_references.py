@@ -64,7 +64,7 @@ def wide(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def configs(case: str) -> dict[str, dict[str, Any]]:
-    """Those of a case by what they are called in the table."""
+    """Returns the configs of a case by their names in the table."""
     found = {name: json.loads((DATA / case / file).read_text()) for name, file in FILES.items()}
     return found | {"wide": wide(found["transformers5"])}
 
@@ -91,7 +91,7 @@ def whole(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def flat(keys: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Those of objects too, by their paths."""
+    """Returns all keys by their paths, those within objects too."""
     found: dict[str, Any] = {}
     for key, value in keys.items():
         found |= flat(value, f"{path}{key}.") if isinstance(value, dict) else {path + key: value}

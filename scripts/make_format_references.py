@@ -33,7 +33,7 @@ GPTQ_ROWS = 64  # packed along the rows, in multiples of 32
 MODULE = "model.layers.0.self_attn.q_proj"
 
 Tensors = dict[str, torch.Tensor]
-# What config.json says, the tensors of the module, and the matrix.
+# The quantisation in config.json, the tensors of the module, and the matrix.
 Result = tuple[dict[str, Any], Tensors, torch.Tensor]
 
 
@@ -142,7 +142,7 @@ def awq(group: int) -> Result:
     scales, zeros = affine(w, 4, size, symmetric=False)
     spread_scales, spread_zeros = (x.repeat_interleave(size, 1) for x in (scales, zeros))
     codes = (w / spread_scales + spread_zeros).round().clamp(0, 15).int().T
-    # As AutoAWQ's WQLinear_GEMM.from_linear, which needs a GPU, packs them.
+    # The order of AutoAWQ's WQLinear_GEMM.from_linear, which needs a GPU.
     nibbles = (0, 2, 4, 6, 1, 3, 5, 7)
 
     def pack(x: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ LAST, NEXT = 8, 4
 
 @dataclass(frozen=True)
 class Names:
-    """Of the parts of a layer in a checkpoint."""
+    """The names of the parts of a layer in a checkpoint."""
 
     layer: str
     projection: str
@@ -119,7 +119,7 @@ class Predictor:
         return self.tensors[name]
 
     def hidden(self, ids: list[int]) -> torch.Tensor:
-        """Of the model, after its last norm."""
+        """Returns the model's hidden states after its last norm, [tokens, hidden_size]."""
         with torch.no_grad():
             found: Any = self.model.model(torch.tensor([ids]), use_cache=False)
         return found.last_hidden_state[0]

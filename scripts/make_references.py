@@ -122,7 +122,7 @@ BATCH_ROWS = [0, 1, 7, 11]
 # A relative error of 1e-5 moves the difference of two logits by at most sqrt(2) * 1e-5 of their
 # norm, so with this margin equal tokens follow from equal logits.
 MIN_MARGIN = 3e-4
-# The same of a router's logits: an expert more or less is another model.
+# The least margin of a router's logits: an expert more or less is another model.
 MIN_ROUTING_MARGIN = 1e-4
 # A continuation that repeats a few tokens would prove little: of GREEDY_STEPS, of BATCH_STEPS.
 MIN_DISTINCT = 12
@@ -154,7 +154,7 @@ class Case:
         return int(self.config.get("text_config", self.config)["vocab_size"])
 
 
-# What is not as usual about a case, and what its name does not say.
+# Options of cases that are unlike others, where their name does not say so.
 _SMALL: dict[str, Any] = {"embedding": 0.02}
 OPTIONS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"batch": True},
@@ -182,7 +182,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"long": True, "hidden": True},
     "qwen3_moe": {"batch": True},
     "qwen3_next": {"batch": True},
-    # As published, too. No matrix is square: transformers goes by the shapes.
+    # Transposed as published, too. No matrix is square: transformers goes by the shapes.
     "qwen3_vl_moe": {"transposed": True},
     "vaultgemma": _SMALL,
 }
@@ -201,7 +201,7 @@ CASES = find_cases()
 
 
 class MiMoConfig(Qwen2Config):
-    """Which transformers has not: that of the repositories is this."""
+    """The config of MiMo's repositories; transformers does not have it."""
 
     model_type = "mimo"
 
@@ -215,14 +215,15 @@ AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
 
 
 def transformers_config(published: Mapping[str, Any]) -> PreTrainedConfig:
-    """What transformers makes of a config in the published spelling."""
+    """Returns transformers' config, made of one in the published spelling."""
     # for_model keeps nested dicts and fills them in: it gets its own.
     keys: dict[str, Any] = json.loads(json.dumps(published))
     return AutoConfig.for_model(keys.pop("model_type"), **keys)
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """What makes a model of such a config, one that also sees with all its parts."""
+    """Returns the auto class that makes a model of such a config, one that also sees with all its
+    parts."""
     sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 

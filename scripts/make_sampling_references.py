@@ -84,7 +84,7 @@ def tiny_model() -> LlamaForCausalLM:
 
 
 def generate_processors(settings: dict[str, Any], prompt_tokens: int) -> LogitsProcessorList:
-    """What generate() applies for these settings, everything else off."""
+    """Returns the processors that generate() applies for these settings, everything else off."""
     off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     config = GenerationConfig(do_sample=True, **(off | settings))
     model = tiny_model()

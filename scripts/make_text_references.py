@@ -111,10 +111,10 @@ def called(text: bool = False, **content: str | None) -> Messages:
     return [*SHORT, {"role": "assistant", **content, "tool_calls": [call]}, result]
 
 
-# What published templates do with a message, and messages in the form that they read: the other
+# Ways in which published templates write a message, and messages in the form that they read: other
 # forms have to become the same text. EACH writes parts, CALLS calls, TEXT_CALLS those with text.
 FORMS: dict[str, tuple[str, Messages]] = {
-    # As those of Qwen3, Llama 3 and ChatML do.
+    # Qwen3, Llama 3 and ChatML.
     "text, or nothing": ("{{ m.content if m.content is string else '' }}", LONG),
     "trimmed text": ("{{ m.content | trim }}", LONG),
     "added text": ("{{ '\\n' + m.content }}", LONG),
@@ -319,7 +319,7 @@ def word_piece() -> Tokenizer:
 
 
 def references(folder: Path) -> dict[str, Any]:
-    """What transformers makes of the inputs above with the tokenizer in `folder`."""
+    """Returns transformers' results for the inputs above with the tokenizer in `folder`."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chats = []
     for messages, args in CHATS.get(folder.name, []):
@@ -348,7 +348,7 @@ def references(folder: Path) -> dict[str, Any]:
 
 
 def forms() -> list[dict[str, Any]]:
-    """What transformers makes of FORMS."""
+    """Returns transformers' results for FORMS."""
     tokenizer = AutoTokenizer.from_pretrained(DATA / "chatml")
     cases = []
     for name, (body, messages) in FORMS.items():

@@ -1,4 +1,4 @@
-"""What quantising costs: how far the answers of a quantised model are from its own.
+"""Measures the cost of quantising: how far the answers of a quantised model are from its own.
 
     python scripts/quality.py                    the demo model
     python scripts/quality.py MODEL --text FILE  another one on a text
@@ -124,7 +124,8 @@ def scored(llm: infer.LLM, texts: Sequence[list[int]]) -> list[Floats]:
 
 
 def decoded(llm: infer.LLM, texts: Sequence[list[int]]) -> list[Floats]:
-    """The same by those of decoding: each token of a text is forced after the one before."""
+    """Returns the log probabilities of decode: each token of a text is forced after the one
+    before."""
     return [log_softmax(forced(llm, ids)) for ids in texts]
 
 

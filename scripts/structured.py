@@ -1,4 +1,4 @@
-"""What it costs that every answer of a batch is held to a JSON schema.
+"""Measures the cost of holding every answer of a batch to a JSON schema.
 
     python scripts/structured.py --shape llama-3.1-8b --quantize q4 --clients 1,16,64
     python scripts/structured.py MODEL --json NAME

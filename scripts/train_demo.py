@@ -219,7 +219,7 @@ class Llama(nn.Module):
 
 
 def render(messages: Sequence[demo_corpus.Message]) -> str:
-    """What CHAT_TEMPLATE makes of the messages, without the first <|bos|>."""
+    """Returns the messages as CHAT_TEMPLATE writes them, without the first <|bos|>."""
     return "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in messages)
 
 
@@ -385,7 +385,7 @@ def greedy(
 
 @dataclass(frozen=True)
 class Report:
-    """What the evaluation found."""
+    """The results of the evaluation."""
 
     story_loss: float
     chat_loss: float

@@ -389,7 +389,8 @@ class Sweep:
         ]
 
     def _label(self, spec: KernelSpec) -> str:
-        """Of its shape. What matmul_combine may do instead is not part of that."""
+        """Returns the label of a kernel's shape, without the parts that matmul_combine may do
+        instead."""
         words = kernel_label(spec).split()
         return " ".join(w for w in words if not self.prefill or w not in ("bias", "residual"))
 
