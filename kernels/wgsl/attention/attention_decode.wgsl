@@ -215,7 +215,7 @@ const KEYS = u32(OWN) * KV_HEADS * GROUPS * 2u;  // in all of its keys
       o$h_$e_high = kv_high(own_value$e);
 #endfor
 #endfor
-      // Of the workgroups that share a KV head, one writes.
+      // One of the workgroups that share a KV head writes its key and value.
       if (first_head % GROUP == 0u && row.alive != 0u && id.z < step.n_rows) {
         let own = kv_index(kv_head, kv_slot(row.sequence, row.position)) + part;
 #for e in 0..PER_LANE
@@ -248,7 +248,7 @@ fn load_query(heads: u32, group: u32) -> Group {
 }
 #if OWN
 
-// The same of a key.
+// A group of the row's own key, times the weights of a norm of rows.
 fn load_own_key(heads: u32, group: u32) -> Group {
   let key = load_group(heads, group);
 #if ROW_NORM

@@ -1,5 +1,5 @@
-// What attention_core.wgsl begins with, in the body of the same kernels: the first keys and values, on
-// their way while queries are made, and of no position yet the maximum, the sum and the output.
+// Belongs before attention_core.wgsl, in the body of a kernel: loads the first keys and values, which are on
+// their way while queries are made, and declares the maximum, the sum and the output, of no position yet.
 #for b in 0..BATCH
 #for e in 0..PER_LANE
   var key$b_$e = Kv8();
@@ -24,13 +24,13 @@
 #endfor
 #endfor
   }
-  // Of the heads that the lane has scores of: the same maximum in all such lanes, and the sum of
-  // its own weights.
+  // The heads that the lane has scores of: their maximum, equal in all such lanes, and the sum of the lane's own
+  // weights.
 #for m in 0..KEPT_HEADS
   var most$m = LOWEST;
   var sum$m = 0.0;
 #endfor
-  // Of all heads: the dimensions that the lane has of the output.
+  // The lane's dimensions of the output of all heads.
 #for h in 0..HEADS
 #for e in 0..PER_LANE
   var o$h_$e_low = vec4<f32>();

@@ -1,4 +1,4 @@
-// Which positions a row attends to: [first_position, position], all before it or a sliding WINDOW.
+// The positions that a row attends to: [first_position, position], all before it or a sliding WINDOW.
 // @param WINDOW u32              0: none
 // @param FIRST u32               no other row attends to what is before it
 fn first_position(position: u32) -> u32 {

@@ -51,7 +51,7 @@ const P_STRIDE = COLUMNS / 4u + 1u;
 const BUFFER = max((ROWS + COLUMNS) * STRIDE, V_DEPTH * HEAD_DIM / 4u);
 const LOWEST = -3.0e38;
 const LOG2_E = 1.44269504;                // the GPU's exponential is of base two
-// What an invocation loads of each slice, and its share of a row's dimensions in vec4.
+// How many values an invocation loads of each slice, and its share of a row's dimensions, both in vec4.
 #let Q_LOADS = (M_SIZE * M_TILE * DEPTH / 4 + M_SIZE * N_SIZE - 1) / (M_SIZE * N_SIZE)
 #let K_LOADS = (N_SIZE * N_TILE * DEPTH / 8 + M_SIZE * N_SIZE - 1) / (M_SIZE * N_SIZE)
 #let V_LOADS = (V_DEPTH * HEAD_DIM / 8 + M_SIZE * N_SIZE - 1) / (M_SIZE * N_SIZE)
@@ -136,7 +136,7 @@ fn load_v(task: Task, tile: Tile, slice: u32, tid: u32) -> SliceOfV {
   var loaded: SliceOfV;
 #for l in 0..V_LOADS
   let row$l = min((tid + $lu * SIZE) / (HEAD_DIM / 8u), V_DEPTH - 1u);
-  // What lies beyond the end may be anything; its weight is zero.
+  // Values beyond the end may be anything: their weight is zero.
   let place$l = min(tile.base + slice * V_DEPTH + row$l, task.end - 1u);
   loaded.v$l = load_value(
     kv_index(task.head / GROUP, tile.offset + place$l)

@@ -46,7 +46,7 @@ fn keep(team: Team, value: u32, sum: f32, me: Invocation) {
 #endif
 }
 
-// What all of them have kept; after a barrier.
+// The sum of the values that all parts of a team have kept; to be called after a barrier.
 fn total(team: u32, value: u32, parts: u32) -> f32 {
   var sum = 0.0;
   for (var i = 0u; i < parts; i++) {

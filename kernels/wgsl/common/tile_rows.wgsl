@@ -1,4 +1,4 @@
-// Which rows a tile of a matrix product has: those of the step; or, GROUPED by experts, the pairs of
+// The rows that a tile of a matrix product has: those of the step; or, GROUPED by experts, the pairs of
 // row and slot that expert_sort.wgsl gave to it. A pair is a row of y; X_SLOTS pairs share one of x.
 // @param GROUPED bool
 // @param X_SLOTS u32

@@ -20,7 +20,7 @@ fn activate(x: f32) -> f32 {
 }
 #elif ACTIVATION == gelu_tanh
 
-// The same by x (1 + tanh(u)) / 2 = x / (1 + exp(-2 u)), where u = sqrt(2 / pi) (x + 0.044715 x^3).
+// GELU by its approximation x (1 + tanh(u)) / 2 = x / (1 + exp(-2 u)), where u = sqrt(2 / pi) (x + 0.044715 x^3).
 fn activate(x: f32) -> f32 {
   let c = clamp(x, -10.0, 10.0);  // beyond that nothing changes but the exponential, which overflows
   return x / (1.0 + exp(-1.59576912 * c * (1.0 + 0.044715 * c * c)));

@@ -8,7 +8,7 @@
 // gated(gate, up) in place of activate. With NORM x is normed as in matmul_vec.wgsl.
 // Without COMBINE a workgroup has a row and one of its experts; with it, all: one long dot product.
 // With ROUTE every workgroup chooses the experts by itself, and one of them writes what was chosen.
-// What goes out is said in next_input.wgsl.
+// next_input.wgsl describes the outputs.
 // A shard of W holds some of the experts; the others are another dispatch's, here their sums are 0.
 #include "team_sums.wgsl"
 #let X = 2

@@ -1,4 +1,4 @@
-// Which rows each expert has: the pairs of row and slot that are routed to it, in order, filled up
+// Sorts rows by expert: the pairs of row and slot that are routed to each, in order, filled up
 // to whole tiles. A workgroup per expert counts all pairs, so it knows where its tiles begin.
 #include "reduce.wgsl"
 #include "routing.wgsl"

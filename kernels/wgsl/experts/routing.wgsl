@@ -1,4 +1,4 @@
-// What route.wgsl chose. An expert that is none (of a row without meaning) becomes the last one.
+// Reads the experts that route.wgsl chose. An id that is no expert's (of a row without meaning) becomes the last.
 // @param EXPERTS u32             to choose from
 // @param SLOTS u32               experts that are chosen per row
 // @param SHARED u32              experts behind the others, which all rows have in their last slots

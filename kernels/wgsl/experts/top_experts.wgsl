@@ -100,7 +100,7 @@ fn score(logit: f32, most: f32) -> f32 {
 #endif
 }
 
-// What the experts are chosen by.
+// The value by which an expert is chosen: the larger, the sooner.
 fn preference(e: u32) -> f32 {
 #if CORRECTION
   return preferences[e];

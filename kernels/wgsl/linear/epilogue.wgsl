@@ -1,4 +1,4 @@
-// What becomes of a sum of products of a projection, for output n of W:
+// Turns a sum of products of a projection into output n of W:
 //
 //   y = activated(sum + bias[n], up + bias[n + N]) + residual
 //   activated(sum, up) = activate(SCALE sum), or gated(sum, up) where GATED, a parameter or #let

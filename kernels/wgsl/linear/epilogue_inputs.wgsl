@@ -1,4 +1,4 @@
-// What is bound for what becomes of a sum of products of a projection (epilogue.wgsl).
+// The bindings of the epilogue of a projection (epilogue.wgsl).
 // Needs `#let EPILOGUE`, the first binding that is free.
 #include "activate.wgsl"
 // @param N u32                   outputs: rows of this shard of W, or half of them with GATED

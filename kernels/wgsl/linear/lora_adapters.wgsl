@@ -21,7 +21,7 @@ fn stack_row(adapter: u32, n: u32) -> u32 {
   return (adapter - 1u) * N + n - START;
 }
 
-// What is there, or anything that is.
+// Loads chunk i of output n of an adapter; of any output, where this one is not in the shard.
 fn load_stacked(adapter: u32, n: u32, i: u32) -> Chunk {
   return load_chunk(min(stack_row(adapter, n), SHARD_ROWS - 1u), i);
 }

@@ -27,7 +27,7 @@ const EIGHTS = (K + 7u) / 8u;
 const STRIDE = 5u;  // 16 columns are 4 elements, one more against bank conflicts
 const TILES = (EIGHTS + 1u) / 2u;
 const SPLIT_TILES = (TILES + SPLITS - 1u) / SPLITS;
-// What an invocation loads of each tile: elements of x, groups of W (where all have some).
+// How much an invocation loads of each tile: elements of x, groups of W (where all invocations have some).
 #let X_LOADS = (4 * M_TILE + N_SIZE - 1) / N_SIZE
 #let W_LOADS = (2 * N_TILE + M_SIZE - 1) / M_SIZE
 // Columns in vec4 whose products are written out: all on GPUs, which are up to 12 % slower else.

@@ -6,7 +6,7 @@
 // where a block may have a scale of W for each half. A block of columns goes through workgroup memory at
 // a time.
 //
-// What becomes of a sum is written out, as is the place in the tile: called as functions (epilogue.wgsl,
+// The epilogue is written out, as is the place in the tile: called as functions (epilogue.wgsl,
 // z_curve.wgsl) they cost 1 % of prefill in q4, and 4 % in q6.
 //
 // Dot products of integers are exact, so only the scales round. q4 becomes int8 on its way into

@@ -36,7 +36,7 @@
 #let SIZE = ROWS / SUB_ROWS * COLUMNS / SUB_COLUMNS * LANES
 #let M_MATRICES = SUB_ROWS / MATRIX_M
 #let N_MATRICES = SUB_COLUMNS / MATRIX_N
-// What is loaded at once: eight columns, or, of integers, a block of them.
+// The columns that are loaded at once: eight or, of integers, a block of them.
 #let BY_BLOCK = SCALES_BOUND and not CODES
 #let UNIT = 8 + 24 * BY_BLOCK
 #let UNITS = DEPTH / UNIT
@@ -122,7 +122,7 @@ fn scaled(sum: f32, x_scale: f32, w_row: u32) -> f32 {
 #endif
 }
 
-// What of a row of W an invocation loads in step t; the last of it again beyond that.
+// The unit of a row of W that an invocation loads in step t; beyond the end of the row its last one again.
 fn unit_of(t: u32, unit: u32) -> u32 {
 #if K % DEPTH == 0
   return t * $(UNITS)u + unit;

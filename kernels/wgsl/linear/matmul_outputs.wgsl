@@ -1,4 +1,4 @@
-// Which outputs a tile of a matrix product has, and which rows of W these take.
+// The outputs that a tile of a matrix product has, and the rows of W that these take.
 //
 // GATED: W holds gate rows, then up rows. GROUPED: W holds experts one below the other, of N outputs
 // each, and a tile has rows that are routed to the same one; so does BIAS (epilogue.wgsl).

@@ -1,5 +1,5 @@
-// What a kernel that makes y leaves for the projection behind it: y itself (KEEP); y times the weights of
-// that one's norm (NEXT_NORM); or that, or y, as int8 (QUANTIZE), of which the outputs of a workgroup,
+// Outputs of a kernel that makes y for the projection behind it: y itself (KEEP); y times the weights of
+// that projection's norm (NEXT_NORM); or that, or y, as int8 (QUANTIZE), of which the outputs of a workgroup,
 // 4 * FOURS, are whole halves of blocks. KEEP and NEXT_NORM are parameters or #let, FOURS is a const, and
 // `#let OUTPUT` is the first of the bindings.
 #let X_SCALES = halves

@@ -39,7 +39,7 @@ const QUADS = KEY_DIM / 4u;
 const FIRST_VALUE = 2u * KEY_HEADS * KEY_DIM;
 const X_QUADS = (FIRST_VALUE + HEADS * VALUE_DIM) / 4u;
 const EPS = 1e-6;
-// What an invocation loads of the rows: vec4 of q and of k.
+// How many vec4 of q, and of k, an invocation loads of each row.
 #let LOADS = (KEY_DIM / 4 + LOADERS - 1) / LOADERS
 
 struct Factors {  // of a row
@@ -94,8 +94,8 @@ fn load(task: Task, first: u32, tid: u32) -> Rows {
   return rows;
 }
 
-// Those behind the last row leave S as it is. With two barriers: the rows before have been used, and
-// these are there.
+// Stores rows in workgroup memory; rows behind the last one leave S as it is. Has two barriers: the rows before
+// have been used, and these are there.
 fn store(task: Task, first: u32, rows: Rows, tid: u32) {
   let row = tid / LOADERS;
   let loader = tid % LOADERS;

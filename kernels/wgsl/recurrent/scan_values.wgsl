@@ -1,4 +1,4 @@
-// What the two scans have in common: a workgroup has COLUMNS columns of a head's matrix, and in workgroup
+// Code that the two scans share: a workgroup has COLUMNS columns of a head's matrix, and in workgroup
 // memory the values of ROWS rows in these. Rows are those of the step; with RECENT they are those of a
 // sequence, from 0, and before its own come those that its state is behind.
 #include "state_matrix.wgsl"
@@ -49,7 +49,7 @@ fn keep(task: Task, row: u32, at: u32, value: vec4<f32>) {
 }
 #endif
 
-// Which one of the step a row is; with RECENT, for one before the sequence's own its first.
+// The number of a row in the step; with RECENT, that of the sequence's first for rows before its own.
 fn step_row(task: Task, row: u32) -> u32 {
 #if RECENT
   return task.first_row + max(row, task.behind) - task.behind;

@@ -48,7 +48,7 @@ const FIRST_VALUE = 0u;
 const X_QUADS = (HEADS * HEAD_DIM + 2u * GROUPS * STATE_DIM) / 4u;
 const QUADS = STATE_DIM / 4u;
 const FOURS = COLUMNS / 4u;
-// What an invocation loads of the rows: vec4 of B and C, values of z.
+// How much an invocation loads of all rows: vec4 of B and C, values of z.
 #let LOADS = (ROWS * STATE_DIM / 2 + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
 #let Z_LOADS = (ROWS * COLUMNS + COLUMNS / TILE * SPLIT - 1) / (COLUMNS / TILE * SPLIT)
 
@@ -92,7 +92,7 @@ fn load(task: Task, first: u32, tid: u32) -> Rows {
   return rows;
 }
 
-// Those behind the last row leave S as it is.
+// Stores rows in workgroup memory; rows behind the last one leave S as it is.
 fn store(task: Task, first: u32, rows: Rows, tid: u32) {
 #for l in 0..LOADS
   if (tid + $lu * WG < ROWS * 2u * QUADS) {

@@ -6,7 +6,7 @@
 // @param ROTARY_DIM u32          0: nothing is rotated
 // @param INTERLEAVED bool
 // @param ROTATE_FIRST bool       before the norm, whose weights then multiply what was rotated
-// What a group and its partners are multiplied by. sin has its sign.
+// The factors of a group and of its partners. sin has its sign.
 struct Rotation {
   cos: Group,
   sin: Group,

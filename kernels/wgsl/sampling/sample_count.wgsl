@@ -1,5 +1,5 @@
-// What of a step with drafts counts: the tokens of its rows before which all rows of the sequence have sampled
-// what the next one was drafted with.
+// Finds the tokens that count in a step with drafts: those of rows before which all rows of the sequence have
+// sampled the token that the next row was drafted with.
 // @param VOCAB u32
 // @param STRIDE u32     counts of a sequence: VOCAB rounded up to a multiple of 8
 // @param COUNTS bool    counts += these tokens

@@ -47,7 +47,7 @@ struct Sums {
 alias Bins = array<vec2<u32>, 8>;  // (count, mass) of bins 8 * li .. 8 * li + 7
 
 var<workgroup> found: Found;
-// What prefetch reads:
+// The values that prefetch reads:
 var<private> own_stats: vec2<f32>;
 var<private> known: Cut;
 var<private> k_bins: Bins;

@@ -1,5 +1,5 @@
-// What the rows of a draft model have sampled, into the rows of the step that verifies it. The first n_logits rows
-// are those of its next step, as far as they are to draft more: what these compute is of tokens that may be wrong.
+// Writes the tokens that a draft model has sampled into the rows of the step that verifies them. The first n_logits
+// rows are those of its next step, as far as they are to draft more: these compute with tokens that may be wrong.
 #include "step.wgsl"
 @group(0) @binding(0) var<storage, read_write> step: Step;
 @group(0) @binding(1) var<storage, read_write> verified: Step;

@@ -3,14 +3,14 @@
 #include "sample_cut.wgsl"
 
 #if LEVEL == 0
-// Of this tile: the first digits of scores are few, so that all tiles would meet in memory. The
+// The counts of this tile: the first digits of scores are few, so that all tiles would meet in memory. The
 // counts of places p and p + BINS / 2 share a word: a tile has 1024 tokens.
 var<workgroup> tile_counts: array<atomic<u32>, BINS / 2u>;
 var<workgroup> tile_masses: array<atomic<u32>, BINS>;
 #endif
 
-// Does the token belong to this level? What top-k removes would come last, but overflow the masses.
-// What cannot be chosen is of none: it may be nearly all of a vocabulary, in one bin.
+// Whether a token belongs to this level. Tokens that top-k removes would come last, but overflow the masses. Tokens
+// that cannot be chosen belong to none: they may be nearly all of a vocabulary, in one bin.
 fn belongs(key: u32, cut: Cut, top_k: bool) -> bool {
   if (key >= NO_KEY) { return false; }
 #if LEVEL == 0

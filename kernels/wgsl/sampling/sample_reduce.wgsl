@@ -1,4 +1,4 @@
-// What a workgroup's invocations find together: the best candidate, or the statistics of scores.
+// Reductions over a workgroup's invocations: the best candidate, or the statistics of scores.
 #include "rolled.wgsl"
 
 // 256 values are combined as 16 groups of 16, with two barriers where a tree needs eight. Every use
@@ -7,7 +7,7 @@
 var<workgroup> pairs: array<vec2<u32>, WG_SIZE>;
 var<workgroup> groups: array<vec2<u32>, 16>;
 
-// Of (order of the score, token) the larger score; of equal ones the lower token.
+// Returns the better (order of the score, token): that of the larger score; of equal ones, of the lower token.
 fn better(a: vec2<u32>, b: vec2<u32>) -> vec2<u32> {
   return select(a, b, b.x > a.x || (b.x == a.x && b.y < a.y));
 }

@@ -1,4 +1,4 @@
-// What every sampling kernel shares: how a sequence is sampled, which rows are, and the order of scores.
+// Code that all sampling kernels share: how a sequence is sampled, which rows are, and the order of scores.
 // kernels/state/step.py is the host side of Sampling; kernels/state/sampler.py says how the kernels play together.
 // @param GATHER bool    logits row i is step row step.logits_rows[i] (prefill), or step row i (decode)
 // @param SEQUENCES u32  with one, nothing has to wait for a row to say which it is

@@ -19,8 +19,8 @@ fn high_int8(t: vec4<u32>) -> vec4<u32> {
   return sum_int8((t >> vec4<u32>(4u)) & mask, (rest(t) >> vec4<u32>(4u)) & mask);
 }
 
-// Of nibbles in two's complement, each in a byte: 8 is added to both, then 16 taken away, without a
-// borrow from the next byte.
+// The sums, in int8, of nibbles in two's complement, each in a byte: 8 is added to both, then 16 taken away, without
+// a borrow from the next byte.
 fn sum_int8(a: vec4<u32>, b: vec4<u32>) -> vec4<u32> {
   let eights = vec4<u32>(0x08080808u);
   return ((a ^ eights) + (b ^ eights) + vec4<u32>(0x70707070u)) ^ vec4<u32>(0x80808080u);
