@@ -63,7 +63,7 @@ class Copies:
     def run(
         self, code: str, arguments: list[str], environment: Mapping[str, str]
     ) -> subprocess.CompletedProcess[str]:
-        """What `python -W error -c code arguments` does."""
+        """Runs `python -W error -c code arguments` and returns what the process gave."""
         if self._process is None or self._process.poll() is not None:
             self.close()
             paths = os.pathsep.join(path for path in sys.path if path)

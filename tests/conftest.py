@@ -1,4 +1,4 @@
-"""What all tests share: a device for each setting, opened once in a file, and no leaks in it.
+"""Fixtures that all tests share: a device for each setting, opened once in a file, without leaks.
 
 A machine without an adapter fails these tests: Mesa's software adapter serves as well as a GPU.
 """
@@ -67,9 +67,9 @@ def _refused() -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of each test of a device every twentieth case is of the default run, which mostly compiles,
-    and the others are of the full run; but of models all that are named there. Where another
-    library than wgpu-native is to run the kernels and cannot, tests are skipped."""
+    """Puts every twentieth case of each test of a device into the default run, whose time goes
+    mostly into compiling, and the others into the full run; but all models that are named there.
+    Where another library than wgpu-native is to run the kernels and cannot, tests are skipped."""
     cases = Counter[tuple[object, str]]()
     refused = _refused()
     for item in items:
@@ -112,8 +112,8 @@ def memory_goes_back(compiled: Compiled) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def compiled() -> Iterator[Compiled]:
-    """What `sharing` shares, in all files. Closing a device leaves it alone: a kernel is compiled
-    once in a process, and takes a tenth of a megabyte."""
+    """Yields the kernels that `sharing` shares, in all files. Closing a device leaves them alone: a
+    kernel is compiled once in a process, and takes a tenth of a megabyte."""
     kept: Compiled = {}
     end = Device.close
 

@@ -110,7 +110,7 @@ def answer(
     adapter: str | None = None,
     **sampling: Any,
 ) -> Answer:
-    """What an engine generates, greedily unless `sampling` (of SamplingParams) differs."""
+    """Returns the answer of an engine, greedy unless `sampling` (of SamplingParams) differs."""
     params = SamplingParams(max_tokens=max_tokens, **sampling).resolved({})
     token_ids, rows = [], []
     for step in engine.generate(prompt_ids, params, with_logits=True, adapter=adapter):

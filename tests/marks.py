@@ -1,4 +1,4 @@
-"""What the default run takes of many cases: the full run takes the others."""
+"""Marks that divide many cases between the default run and the full run."""
 
 from __future__ import annotations
 

@@ -35,10 +35,10 @@ FORMS: Factors = {
 def projection(
     rng: np.random.Generator, case: Case, *, many: bool, halves: bool = False
 ) -> tuple[Array, Any, dict[str, Any], Array]:
-    """Of a case with `rows`, `stored` and FORMS: activations, the weight, options of the kernel,
-    and what comes out. many: whether blocks of activations have one scale, not two. halves: what
-    comes out of a kernel that rounds weights to f16, of activations that f16 holds, without a
-    norm."""
+    """Returns, for a case with `rows`, `stored` and FORMS, activations, the weight, options of the
+    kernel, and the expected result. many: whether blocks of activations have one scale, not two.
+    halves: the result is that of a kernel that rounds weights to f16, of activations that f16
+    holds, without a norm."""
     (dtype, grouping), (k, n), rows, form = (case[c] for c in ("stored", "shape", "rows", "form"))
     x, expected = activations(rng, rows, k, dtype, many=many)
     if halves:

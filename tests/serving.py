@@ -93,7 +93,7 @@ def answer(address: str, path: str, **body: Any) -> dict[str, Any]:
 
 
 def events(data: bytes) -> list[dict[str, Any]]:
-    """Of a stream that has ended as it should."""
+    """Returns the events of a stream that has ended as it should."""
     *parts, end, nothing = data.split(b"\n\n")
     assert (end, nothing) == (b"data: [DONE]", b"")
     assert not [part for part in parts if not part.startswith(b"data: {")]

@@ -82,7 +82,7 @@ def test_whole_answers(llm: LLM, expected: list[str]) -> None:
 
 
 def test_the_loop_goes_on_meanwhile(llm: LLM) -> None:
-    """What the engine does, and a logits processor, is not done in its thread."""
+    """Neither the engine nor a logits processor runs in the thread of the event loop."""
     threads: set[int] = set()
     go_on = threading.Event()
 

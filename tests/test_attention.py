@@ -157,8 +157,8 @@ def test_attention_of_the_widest_heads(
 def test_attention_to_latents(
     open_device: OpenDevice, rng: np.random.Generator, rows: int, settings: Settings, kv_dtype: str
 ) -> None:
-    """As in DeepSeek's models: what is cached is 64 dimensions of a key and a latent of 512, which
-    are the values too; alone a row reads them in one split, or in several."""
+    """DeepSeek's models cache 64 dimensions of a key and a latent of 512, which are the values too.
+    A row alone reads them in one split, or in several."""
     device = open_device(settings)
     q, keys = normal(rng, rows, 4 * 576), kept(normal(rng, rows + 530, 576), 576, kv_dtype)
     expected = attention_check.attention(q, keys, keys, 4, 0.07)
@@ -344,7 +344,7 @@ def rope_attention_error(
     rows: int = 1,
     **options: Any,
 ) -> float:
-    """Of the output, given what is now in the cache, which must be right as well. rotary: one in
+    """Returns the error of the output, given the cache, which must be right as well. rotary: one in
     so many dimensions turns, or none. norms: of queries and keys, or of values too; wide: those of
     queries and keys are of whole rows. kv_parts: keys and values in the projection, keys that are
     the values too, or neither."""

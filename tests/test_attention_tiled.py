@@ -76,7 +76,8 @@ def error(
 def chosen(
     device: Device, head_dim: int, storage: int, *, software: bool, n_heads: int = 32
 ) -> TiledVariant:
-    """What the rule takes on an adapter with so many bytes of workgroup memory."""
+    """Returns the tiles that the rule chooses on an adapter with so much workgroup memory in
+    bytes."""
     tuning = Tuning(device)
     tuning.limits, tuning.software = Limits(workgroup_storage=storage), software
     return attention_tiled_variant(tuning, head_dim, n_heads)
@@ -92,7 +93,7 @@ def chosen(
 def test_the_variants_of_the_rules(
     device: Device, rng: np.random.Generator, d: int, storage: int
 ) -> None:
-    """Those of GPUs; the other tests of kernels run those of a software adapter."""
+    """Tiles of GPUs give right results; other tests run the tiles of a software adapter."""
     variant = chosen(device, d, storage, software=False)
     # From the start, ending inside a tile; or later, with a window that begins inside one.
     shapes: list[Shape] = [(1, d, 37, 0, 0, "f32"), (3, d, 70, 213, 50, "f16")]
@@ -141,7 +142,7 @@ def test_rows_after_a_long_cache(device: Device, rng: np.random.Generator, group
     assert error(device, rng, variant, shape) <= LIMIT
 
 
-# Of each head_dim, more positions than tiles have loops for on Mesa's software adapter.
+# Shapes of each head_dim with more positions than Mesa's software adapter runs loops for.
 LONG: list[Shape] = [
     (1, 32, 9, 60_000, 0, "f16"),
     (1, 32, 9, 140_000, 0, "f32"),  # more than two splits
@@ -156,7 +157,7 @@ LONG: list[Shape] = [
 def test_a_context_beyond_the_loops_of_a_software_adapter(
     device: Device, rng: np.random.Generator, shape: Shape
 ) -> None:
-    """Which ends them in silence: of a tile, the last positions would be missing."""
+    """A software adapter ends long loops in silence: the last positions would be missing."""
     assert error(device, rng, None, shape) <= LIMIT
 
 
@@ -170,7 +171,8 @@ def test_tiles_come_to_the_end_where_they_are_taken(
 
 
 class Short(Tuning):
-    """As if any context were a very long one on a software adapter: splits of 32 positions."""
+    """Rules for which any context is a very long one on a software adapter: splits have 32
+    positions."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
@@ -202,7 +204,8 @@ def test_many_rows_in_splits(device: Device, name: str) -> None:
 
 
 def kernels(software: bool, positions: int, *, rows: int = 512, window: int = 0) -> set[str]:
-    """Those of attention, with 8 heads of 64 dimensions, on an adapter with subgroups."""
+    """Returns the kernels of attention with 8 heads of 64 dimensions, on an adapter with
+    subgroups."""
     dry = DryDevice(Limits(workgroup_storage=32768))
     dry.software = software
     layer = KVCache(dry, [(2, 64)], positions).layers[0]

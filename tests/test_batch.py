@@ -150,7 +150,7 @@ def test_prompts_share_steps(
 def test_prompts_share_steps_by_the_rules_for_a_gpu(
     own_device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
 ) -> None:
-    """Which have kernels for steps of every size, with tiles and without."""
+    """GPUs have kernels for steps of every size, with tiles and without."""
     monkeypatch.setattr(own_device, "software", False)
     monkeypatch.setattr("infer.engine.pace.FIRST_ROWS", 512)
     ids: list[int] = 4 * load(case).prompt_ids.tolist()
@@ -205,7 +205,7 @@ def test_a_batch_agrees_with_transformers(engine_of: Callable[..., Engine], case
 
 
 def check_batch(device: Device, folder: Path, case: str, rows: int, steps: int) -> None:
-    """As many answers as there are rows: each alone, then all of them at once."""
+    """Checks that as many answers as there are rows are the same alone and all at once."""
     ids: list[int] = load(case).prompt_ids.tolist()
     prompts = [ids[i % 20 : 25 + i] for i in range(rows)]
     with device.scope():
@@ -223,7 +223,7 @@ def check_batch(device: Device, folder: Path, case: str, rows: int, steps: int) 
 def test_every_size_of_a_batch(
     own_device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, rows: int
 ) -> None:
-    """Which a GPU has plans for; a CPU has one."""
+    """A GPU has plans for batches of several sizes; a CPU has one."""
     monkeypatch.setattr(infer.engine.steps, "_batches", lambda *_: [rows])
     check_batch(own_device, tmp_path / case, case, rows, steps=5)
 
@@ -234,7 +234,7 @@ def test_every_size_of_a_batch(
 def test_a_batch_by_the_rules_for_a_gpu(
     own_device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, rows: int
 ) -> None:
-    """Which have kernels for 2 to 64 rows, and leave norms apart."""
+    """GPUs have kernels for 2 to 64 rows, which leave norms to other kernels."""
     monkeypatch.setattr(own_device, "software", False)
     check_batch(own_device, tmp_path / case, case, rows, steps=4)
 
@@ -302,8 +302,8 @@ def test_rows_are_sampled_each_in_its_own_way(engine_of: Callable[..., Engine]) 
 
 
 def test_log_probabilities_are_those_of_the_rows(engine_of: Callable[..., Engine]) -> None:
-    """Of the logits that come with them, by numpy, whoever chooses; a row that asks for none gets
-    none."""
+    """Log probabilities are numpy's, of the logits that come with them, whoever chooses the token.
+    A row that asks for none gets none."""
     engine, prompts = engine_of("llama", max_batch=4), prompts_of("llama")
     params = SamplingParams(max_tokens=STEPS, logprobs=4, temperature=0.8, seed=3).resolved({})
     running = [

@@ -223,7 +223,7 @@ def test_unknown_shape() -> None:
 
 @others_full("name", SHAPES, ["smollm2-135m"])
 def test_random_weights_give_finite_logits(device: Device, name: str) -> None:
-    """As deep as the real model, which is what makes values grow, but narrow."""
+    """Logits are finite in models as deep as the real ones, which lets values grow, but narrow."""
     narrow = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "head_dim": 8}
     narrow |= {"vocab_size_per_layer_input": 96}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -271,12 +271,12 @@ def test_random_codes_give_finite_logits(device: Device, kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("mlx-4bit", "f32"), ("gptq", "f16")])
 def test_random_routers_are_floats(kind: str, dtype: str) -> None:
-    """As `stored` has them, whatever the files have."""
+    """Routers are floats, as `stored` has them, whatever the files have."""
     spec = WeightSpec("layers.0.mlp.router", (Source("gate", (8, 64)),))
     assert plan_random([spec], "bf16", PUBLISHED[kind]).weights[0].stored.dtype == dtype
 
 
-# What a step costs
+# The cost of a step
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -308,7 +308,7 @@ def test_windows_bound_what_attention_reads() -> None:
 
 
 def test_states_are_read_and_written() -> None:
-    """Of the first layer, which remembers two inputs of 32 channels in f32."""
+    """The state of the first layer counts: it has two inputs of 32 channels in f32."""
     own = {"full_attn_idxs": [1], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}
     model = build_model(RawConfig(TINY | own | {"model_type": "lfm2"}))
     got = measure.cache_bytes_per_token(model, "f16", 100, 1)
@@ -455,7 +455,7 @@ def test_drafts_are_as_right_as_decreed(
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("own", [{}, STATES], ids=["llama", "lfm2"])
 def test_a_batch_is_as_deep_as_it_says(device: Device, own: dict[str, Any]) -> None:
-    """Of the tokens that are timed, each answer's first comes after `depth` others and one."""
+    """The first token of each answer that is timed comes after `depth` others and one."""
     with device.scope():
         engine = serving(device, TINY | own, 6)
         answers = begun(engine)
@@ -485,7 +485,7 @@ def test_a_batch_without_room_is_no_batch(device: Device) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_a_load_of_requests(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says against what the engine did."""
+    """The report agrees with what the engine did."""
     with device.scope():
         engine = serving(device, TINY, 2)
         answers = begun(engine)
@@ -792,7 +792,7 @@ def test_tables_are_no_wider_than_the_terminal() -> None:
     table = [line for line in narrow.splitlines() if line[:1] == "|"]
     assert max(map(len, table)) <= 80
     assert all(name in narrow for name in ("tg128", "1,280.00", "40.0 %", "of step", "norm gated"))
-    # What cannot be left out stays, however narrow.
+    # Columns that cannot be left out stay, however narrow the terminal is.
     assert [line.count("|") for line in results_table(report, 10).splitlines()] == [4] * 4
 
 

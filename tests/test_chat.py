@@ -121,7 +121,7 @@ def test_a_part_is_as_its_text(kind: str) -> None:
         assert tokenizer.render_chat(parts, **arguments(case["args"])) == case["text"]
 
 
-# What templates meet in the environment: each must give the same text, or fail, in both.
+# Templates that use the environment: each must give the same text, or fail, in both.
 PROBES = [
     "{{ messages | tojson }}|{{ tools }}|{{ documents }}|{{ add_generation_prompt }}",
     "{{ {'b': '<é>', 'a': [1, None, true]} | tojson(indent=2) }}",
@@ -210,7 +210,7 @@ def test_strftime_now_is_the_date_of_today(tokenizer: Tokenizer) -> None:
     assert f"Today: {before}" in text or datetime.now().strftime("%d %b %Y") != before
 
 
-# Which template
+# The choice of the template
 
 
 def test_files_stand_above_tokenizer_config(tmp_path: Path) -> None:
@@ -464,7 +464,7 @@ CALLED = {"function": {"name": "f", "arguments": "{}"}}
 def test_what_cannot_be_continued(
     final: dict[str, Any], args: dict[str, Any], message: str, tokenizer: Tokenizer
 ) -> None:
-    """None of it by transformers, but for the calls, which it leaves out."""
+    """Final messages that are refused. transformers refuses them too, or leaves their calls out."""
     chat = [*USER, {"role": "assistant"} | final]
     with pytest.raises(RequestError, match=message):
         tokenizer.encode_chat(chat, **{"continue_final_message": True} | args)
@@ -558,7 +558,7 @@ def test_templates_that_know_no_tools(tokenizer: Tokenizer) -> None:
 
 
 def test_calls_are_shown_where_a_content_hides_them(tokenizer: Tokenizer) -> None:
-    """As by the templates of DeepSeek-R1's distillates, which want a content that is None."""
+    """Templates of DeepSeek-R1's distillates want a content that is None to show calls."""
     source = (
         "{{ tools }}{% for m in messages %}{% if m.content is none %}"
         "{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %}|{% endfor %}"
@@ -569,7 +569,7 @@ def test_calls_are_shown_where_a_content_hides_them(tokenizer: Tokenizer) -> Non
         assert written == 'NoneHi|{"name": "f", "arguments": {"a": "é"}}|done|'
 
 
-# What a template leaves out
+# Parts of messages that a template leaves out
 
 
 def test_what_a_template_leaves_out_is_told(tokenizer: Tokenizer) -> None:
@@ -610,13 +610,13 @@ def test_what_a_template_leaves_out_is_told(tokenizer: Tokenizer) -> None:
     assert left_out(first, *USER, system) == [
         "messages of the role 'system' that are not the first"
     ]
-    # What `render_chat` keeps from the template.
+    # `render_chat` keeps the argument from the template.
     going_on = "{{ m.content if m.role != 'system' or continue_final_message is defined }}"
     going_on = "{% for m in messages %}" + going_on + "{% endfor %}"
     chat = [system, *USER, said]
     assert tokenizer.render_chat(chat, template=going_on, continue_final_message=True) == "Hib"
     assert len(tokenizer.left_out(chat, template=going_on, continue_final_message=True)) == 1
-    # Of a message with calls.
+    # A message with calls.
     call, beside = CALLED[1], CALLED[1] | {"content": "d"}
     no_calls = "{{ m.content }}"
     assert left_out(no_calls, *USER, call) == ["calls of functions"]

@@ -59,7 +59,7 @@ pytestmark = [pytest.mark.demo, pytest.mark.usefixtures("same_kernels")]
 
 @pytest.fixture(scope="module")
 def llm(compiled: Compiled) -> Iterator[LLM]:
-    """As `infer run` loads it, with the same kernels."""
+    """The demo model as `infer run` loads it, with the same kernels."""
     with sharing(compiled):
         llm = infer.load(DEMO, max_batch=1)
     with llm:
@@ -357,7 +357,7 @@ def test_the_prompt_follows_the_model(
 
 
 def captured_stream(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What `run` asks the LLM for; generation ends before it begins."""
+    """Returns a dictionary that gets what `run` asks the LLM for. Nothing is generated."""
     seen: dict[str, Any] = {}
 
     def stream(self: LLM, prompt: Any, **options: Any) -> Any:

@@ -323,14 +323,15 @@ def test_ctrl_c_twice_at_the_prompt_ends() -> None:
     assert len(scripted.asked) == 2
 
 
-# What is typed
+# Lines that are typed
 
 Type = Callable[..., list[str | None]]
 
 
 @pytest.fixture
 def type_keys(tmp_path: Path) -> Type:
-    """What is read of these keys, by a new prompt with the same history."""
+    """Returns a function that types keys into a new prompt and returns the lines that it reads. All
+    prompts have the same history."""
     pytest.importorskip("prompt_toolkit")
     from prompt_toolkit.application import create_app_session
     from prompt_toolkit.input import create_pipe_input
@@ -398,7 +399,7 @@ def test_without_prompt_toolkit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         TypedLines(tmp_path / "history")
 
 
-# What is written
+# Text that is written
 
 MARKDOWN = (
     "# A title\n\nSome **bold words** and `code **x**` here.\n\n```python\n# no title\n```\n2 ** 3"
@@ -488,7 +489,7 @@ def test_what_a_server_warns_of_is_noted_once(capsys: pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def address(llm: LLM) -> Iterator[str]:
-    """Of a server with the demo model, which asks for a key."""
+    """The address of a server with the demo model that asks for a key."""
     from serving import serving
 
     from infer.server.engine import LLMClient

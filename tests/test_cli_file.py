@@ -59,7 +59,7 @@ def test_each_answer_is_that_of_its_prompt_alone(llm: LLM, prompts: Path) -> Non
     chat = [{"role": "user", "content": PROMPTS[2]}]
     sampled = {"temperature": 0.9, "seed": 5, "max_tokens": 8, "logit_bias": {"7": 1.0}}
     lines = [PROMPTS[0], {"id": "sum", "prompt": PROMPTS[1], "stop": ["11"], "max_tokens": 20}]
-    # Of a window of two, the first is the last to end.
+    # The first of two that run at once is the last to end.
     lines += [{"id": 2.5, "messages": chat} | sampled, {"prompt": PROMPTS[1], "max_tokens": 1}]
     content = "\ufeff" + "\r\n\r\n".join(json.dumps(line) for line in lines)
     result = run("--file", "-", "-n", 24, "--max-batch", 1, "-q", stdin=content.encode())

@@ -264,7 +264,7 @@ def test_lm_eval(address: str, engine: Engine) -> None:
 
 
 def run_in_node(script: str, *given: str) -> list[str]:
-    """What it prints, line by line."""
+    """Runs a script in Node and returns the lines that it prints."""
     node, folder = shutil.which("node"), os.environ.get("INFER_TEST_NODE")
     if node is None or folder is None:
         pytest.skip("no node, or no INFER_TEST_NODE, a folder with the packages")

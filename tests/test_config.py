@@ -280,7 +280,7 @@ def test_part_of_a_wide_head_turns() -> None:
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "qwen3_moe", "smollm3", "qwen3_next"])
 def test_a_window_that_is_not_used(case: str) -> None:
-    """As Qwen2.5 and others have it."""
+    """Configs of Qwen2.5 and others have a window that use_sliding_window turns off."""
     values = json.loads((DATA / case / CONFIG_FILES["published"]).read_text())
     own = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 1}
     assert set(build_model(RawConfig(values | own)).config.windows) == {0}
@@ -346,7 +346,7 @@ def test_minicpm3_has_factors_or_not() -> None:
 
 
 def test_what_the_first_files_leave_out_of_text_config() -> None:
-    """As in LLaVA 1.5 7B and LLaVA-OneVision 7B."""
+    """text_config of LLaVA 1.5 7B and LLaVA-OneVision 7B leaves sizes out."""
     own = {"model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": 32064}
     llama = build_model(RawConfig({"model_type": "llava", "text_config": own})).config
     assert (llama.hidden_size, llama.intermediate_size, llama.vocab_size) == (4096, 11008, 32064)

@@ -1,4 +1,4 @@
-"""What a key of config.json means is what transformers takes it for: those left out, and others.
+"""Keys of config.json mean what transformers takes them for: those left out, and others.
 
 The default run compares with the table of scripts/make_config_references.py; the live one with
 transformers itself, by its logits.
@@ -46,7 +46,7 @@ def rotated(rope: RopeConfig | None) -> Any:
 
 
 def meaning(config: Config) -> Config | str:
-    """What is computed by a config, or why it is refused."""
+    """Returns what a config computes, or why it is refused."""
     try:
         model = build_model(RawConfig(copy.deepcopy(config)))
     except UnsupportedError as error:
@@ -96,7 +96,7 @@ def test_the_table_has_every_model_type() -> None:
 
 @pytest.mark.parametrize("case", TABLE)
 def test_keys_that_are_left_out(case: str) -> None:
-    """What is computed is that of the whole config as transformers takes it, or it is refused."""
+    """A config with keys left out means what transformers' whole config does, or is refused."""
     for spelling in TABLE[case]:
         whole = spelled(case, "transformers5" if spelling == "published" else spelling)
         own, compared = spelled(case, spelling), 0
@@ -137,7 +137,7 @@ def test_the_table_is_what_transformers_takes(
     assert json.loads(json.dumps(scripts[1].defaults(case))) == TABLE[case]
 
 
-# What keys without a value of their own are set to, for every architecture.
+# Values for keys that have none of their own, for every architecture.
 UNSET: Config = {
     "attention_bias": True,
     "attention_multiplier": 0.3,
@@ -290,7 +290,7 @@ class Judge:
     def __init__(self, script: ModuleType, case: str) -> None:
         self.script, self.case = script, script.CASES[case]
         self.ids = np.random.default_rng(0).integers(3, self.case.vocab_size, POSITIONS)
-        # What it writes of some, it does not read.
+        # transformers does not read all that it writes for some models.
         self.config = spelled(case, "transformers5" if "wide" in TABLE[case] else "published")
         self.model = self.built(self.config)
         self.logits = self.answer(self.model)
@@ -345,8 +345,8 @@ class Judge:
 def test_keys_that_are_changed(
     device: Device, scripts: tuple[ModuleType, ModuleType], case: str, tmp_path: Path
 ) -> None:
-    """What changes transformers' logits changes ours to the same, or is refused. Changes that go
-    together are made together, and apart if they are wrong."""
+    """A change that changes transformers' logits changes ours to the same, or is refused. Changes
+    that go together are made together, and apart if they are wrong."""
     judge = Judge(scripts[0], case)
     raw = RawConfig(copy.deepcopy(judge.config))
     base, _ = meaning(judge.config), build_model(raw)

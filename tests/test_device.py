@@ -329,7 +329,7 @@ def test_settings_limit_the_device(device: Device, least_device: Device) -> None
 def test_a_compiler_may_choose_the_lanes_of_subgroups(
     device: Device, name: str, least: int, largest: int
 ) -> None:
-    """What a kernel sees is but one of its choices."""
+    """The size of subgroups that a kernel sees is only one of those that the GPU chooses from."""
     lanes = device.subgroup_size
     with Device(replace(device.adapter, name=name)) as named:
         assert named.subgroup_size == min(lanes, least or lanes)

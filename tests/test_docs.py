@@ -110,7 +110,7 @@ def test_an_example_runs_and_prints_what_it_says(
 
 @pytest.fixture(scope="module")
 def address(llm: LLM) -> Iterator[str]:
-    """Of a server."""
+    """The address of a server with the demo model."""
     from serving import serving
 
     from infer.server.engine import LLMClient
@@ -350,7 +350,7 @@ def test_summaries_compute_their_instructions_once(
 def test_an_answer_calls_functions(
     run_example: RunExample, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model that was not trained for it, which has to at first."""
+    """The example runs with a model that was not trained to call: its first call is forced."""
     chat, choices = LLM.chat, ["none", {"type": "function", "function": {"name": "today"}}]
 
     def asked(self: LLM, messages: Any, **own: Any) -> Any:
@@ -398,7 +398,7 @@ def test_scores_are_those_of_what_is_generated(
 
 @pytest.mark.usefixtures("same_kernels")
 def test_the_session_looks_like_a_session() -> None:
-    """Of what a run prints, all but the story and the numbers."""
+    """The README's session has the lines of a run, except for the story and the numbers."""
     ((_, session),) = blocks("README.md", "text")
     command, *lines = session.splitlines()
     arguments = shlex.split(command.removeprefix("$ infer "))
@@ -476,7 +476,7 @@ def test_every_option_that_is_named_exists() -> None:
     assert named <= known
 
 
-# What is named
+# Names in documents
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, "deploy/README.md"])
@@ -495,7 +495,7 @@ def test_links_and_paths_lead_somewhere(document: str) -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """Of the headings of a document, as GitHub makes them."""
+    """Returns the anchors of a document's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.M)
     return {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
 

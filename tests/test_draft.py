@@ -136,8 +136,8 @@ def test_a_draft_model_whose_layers_have_a_state(
 
 
 def test_what_is_cached_is_drafted_from(engine_of: Callable[..., Engine]) -> None:
-    """What was generated without drafts, pages that are shared, and those of which a part is
-    copied: the draft model has them too, or computes them."""
+    """The draft model has, or computes, positions that were generated without drafts, in shared
+    pages and in pages of which a part is copied."""
     engine, ids = engine_of("llama", cache_positions=8 * PAGE), prompts_of("llama")[0]
     long = (ids * 3)[: PAGE - 10]
     params = params_of("greedy")
@@ -159,7 +159,8 @@ def test_what_is_cached_is_drafted_from(engine_of: Callable[..., Engine]) -> Non
 def test_prompts_are_computed_together(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as share a step of the other model; what they have in common once."""
+    """As many prompts are read in a step as share one of the other model; their common part
+    once."""
     engine, ids = engine_of("llama"), prompts_of("llama")[0]
     begin = (ids * 3)[:PAGE]
     prompts = [[*begin, *ids[i : 2 * i + 3]] for i in range(4)]
@@ -272,7 +273,7 @@ def test_neighbours_of_other_kinds(engine_of: Callable[..., Engine]) -> None:
 
 
 class Forcing(Third):
-    """Which leaves no choice at times, or nearly none."""
+    """A matcher that leaves no choice at times, or nearly none."""
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
         those = super().allowed(tokens)
@@ -285,7 +286,7 @@ class Forcing(Third):
 def test_held_answers_are_those_without_drafts(
     engine_of: Callable[..., Engine], case: str, draft: str, matcher: type[Third]
 ) -> None:
-    """What a draft model says is read for their masks, beside what nobody holds."""
+    """Drafts are read back for the masks of answers that are held, beside others that are not."""
     engine, prompts = engine_of(case, draft), prompts_of(case)
     held = [params_of(way, logprobs=2, regex="of the test") for way in WAYS]
     params = [*held, *(params_of(way) for way in WAYS)]
@@ -397,7 +398,7 @@ def test_adapters_by_row(own_device: Device) -> None:
         same(run(engine, [ids, ids[3:]], params, adapter=adapter), expected)
 
 
-# What cannot draft
+# Models that cannot draft
 
 
 def refusal(**options: Any) -> str:
@@ -469,13 +470,13 @@ def measured(plain: float, rounds: dict[int, float], n: int = 1) -> ModelSpecula
 
 
 def test_as_many_are_drafted_as_pay() -> None:
-    """Of steps of an 8B model and a 1B model on an H200 (docs/decisions.md), in milliseconds."""
+    """Times are of steps of an 8B model and a 1B model on an H200 (docs/decisions.md), in ms."""
     speculation = measured(4.5, {1: 6.1, 2: 6.9, 3: 7.7, 4: 8.8, 7: 11.9})
     assert speculation.counts([Sure(0.7)]) == [3]
     assert speculation.counts([Sure(0.97)]) == [7]
     assert speculation.counts([Sure(0.3)]) == [0]
     assert speculation.counts([None]) == [0]
-    # As many for each, and none for what takes none.
+    # All answers get equally many drafts, except for those that take none.
     speculation = measured(5.1, {1: 6.5, 2: 8.0, 3: 9.4}, n=4)
     assert speculation.counts([Sure(0.8), Sure(0.9), None, Sure(0.2)]) == [2, 2, 0, 2]
     assert speculation.counts([Sure(0.2)] * 4) == [0] * 4
@@ -584,7 +585,7 @@ def test_drafts_end_where_they_are_wrong_and_come_back() -> None:
     guess = speculation.guess()
 
     def share(right: float, steps: int) -> float:
-        """Of so many steps, those with drafts."""
+        """Returns the share of so many steps that has drafts."""
         drafting = 0
         for _ in range(steps):
             (count,) = speculation.counts([guess])
@@ -617,7 +618,7 @@ def test_an_engine_drafts_where_it_pays(engine_of: Callable[..., Engine], draft:
         assert 59 - right < 59 / 4
 
 
-# As it is used
+# Draft models through the API
 
 
 @pytest.mark.full

@@ -34,7 +34,7 @@ from infer.sampling import SamplingParams
 
 TOLERANCE = 1e-5
 CHUNK = 16
-# Of a prompt: one token, around the ends of chunks, all.
+# Lengths of the beginnings of a prompt: one token, around the ends of chunks, all.
 LENGTHS = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 45)
 DEMO_FOLDER = resolve(DEMO).path
 
@@ -67,7 +67,7 @@ def is_idle(engine: Engine) -> bool:
 def test_hidden_states_are_those_of_transformers(
     engine_of: EngineOf, case: str, pooling: str
 ) -> None:
-    """Of texts of all lengths, several at once. Nothing of one is reused for the next."""
+    """Texts of all lengths are embedded, several at once. Nothing of one is reused for the next."""
     engine = engine_of(case, max_batch=4)
     texts, hidden = prefixes(case)
     found = list(engine.embed(texts, pooling))
@@ -107,8 +107,8 @@ def test_every_architecture_agrees_with_transformers(
 
 @pytest.mark.parametrize("case", hidden_cases())
 def test_texts_beside_a_stream(engine_of: EngineOf, case: str) -> None:
-    """Of which two begin as its prompt does. Both are what they are alone, and the cache keeps the
-    prompt."""
+    """Texts beside a stream, two of which begin as its prompt does, are what they are alone; so is
+    the stream, and the cache keeps its prompt."""
     reference, engine = load(case), engine_of(case, max_batch=4)
     ids = reference.prompt_ids.tolist()
     texts, hidden = prefixes(case)
@@ -154,7 +154,8 @@ def test_a_text_is_begun_again(engine_of: EngineOf, case: str, begun_again: str)
 
 
 def test_an_adapter_counts(own_device: Device) -> None:
-    """As that one merged into the weights; without its name it does not."""
+    """An adapter that is named counts as if it were merged into the weights; otherwise it does
+    not."""
     folder, adapter = DATA / "llama", DATA.parent / "adapters" / "llama"
     ids = load("llama").prompt_ids.tolist()
     merged = build_engine(own_device, folder, dtype="f32", adapter=adapter)
@@ -214,7 +215,7 @@ def remove_head(file: Path) -> None:
 
 @pytest.mark.parametrize("case", ["llama", "llama_f32"])  # with a head of its own, and without
 def test_a_model_without_a_head(own_device: Device, case: str, tmp_path: Path) -> None:
-    """As embedding models are published: their tensors have no model. before their names."""
+    """Embedding models are published without a head; their names do not begin with `model.`."""
     folder = load(case).write_checkpoint(tmp_path / case)
     ids = load(case).prompt_ids.tolist()
     whole = list(build_engine(own_device, folder).embed([ids], "last"))
@@ -222,7 +223,7 @@ def test_a_model_without_a_head(own_device: Device, case: str, tmp_path: Path) -
     assert np.array_equal(list(build_engine(own_device, folder).embed([ids], "last")), whole)
 
 
-# Of an LLM
+# Embeddings by an LLM
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +271,7 @@ def test_what_cannot_be_embedded(
         llm.embed(texts, **options)
 
 
-# What files say
+# Poolings in files
 
 
 def write_modules(folder: Path, kinds: list[str], pooling: dict[str, Any] | None) -> None:
@@ -285,7 +286,7 @@ def write_modules(folder: Path, kinds: list[str], pooling: dict[str, Any] | None
 
 
 def flags(**own: bool) -> dict[str, Any]:
-    """As Qwen3-Embedding is published."""
+    """Returns the config of a pooling as Qwen3-Embedding has it, with these flags set."""
     names = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "lasttoken")
     chosen = dict.fromkeys(names, False) | own
     modes = {f"pooling_mode_{name}": value for name, value in chosen.items()}

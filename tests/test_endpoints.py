@@ -122,7 +122,7 @@ def test_tokens_of_texts_and_chats(address: str, llm: LLM) -> None:
     assert "|>" in answer(address, "/detokenize", tokens=chat)["prompt"]
 
 
-# What all APIs have in common
+# Behaviour that all APIs share
 
 MESSAGES_PATH, RESPONSES = "/v1/messages", "/v1/responses"
 ANTHROPIC = {"max_tokens": 9}
@@ -448,7 +448,7 @@ def test_metrics_count_who_went_away() -> None:
     assert line in data.decode().splitlines()
 
 
-# What is not known
+# Parameters that are not known
 
 
 def test_what_is_not_known_is_warned_of() -> None:
@@ -530,7 +530,7 @@ def asking(path: str, text: str) -> dict[str, Any]:
 
 @pytest.fixture
 def lengths(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of the texts that the tokenizers library is given."""
+    """The lengths of the texts that the tokenizers library is given."""
     own, lengths = llm.tokenizer._backend, list[int]()
 
     class Noting:
@@ -639,7 +639,7 @@ def test_the_largest_requests(
             assert clients[0].getresponse().status == 400
             clients[0].close()
             wait_for(lambda: service.bodies.nbytes == 0)
-            # Those of a context, and a window more, of each that was begun.
+            # The characters of a context, and a window more, for each text that was begun.
             assert sum(lengths) < 6 * (8 * context + 4 * PIECE)
             assert peak_of_memory() - before < 800 << 20
         if context == 1024:
@@ -800,7 +800,7 @@ SHORT: dict[str, dict[str, Any]] = {  # what is generated ends soon
 
 @pytest.mark.full
 def test_no_request_makes_the_server_fail(address: str) -> None:
-    """Those that its own document allows."""
+    """Requests that the server's own document allows get no error 500."""
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, Phase, given, settings
 

@@ -53,7 +53,7 @@ def assert_same(actual: Answer, expected: Answer) -> None:
     assert relative_error(actual.logits, expected.logits) <= TOLERANCE
 
 
-# The same on every path. test_models.py holds the first of them to transformers.
+# Every path gives equal answers. test_models.py holds the first of them to transformers.
 
 
 @pytest.mark.dawn
@@ -212,7 +212,7 @@ def test_ends_at_any_stop_id_with_that_id(engine_of: EngineOf) -> None:
 
 
 def test_a_row_that_has_stopped_stays_so(engine_of: EngineOf) -> None:
-    """What was submitted ahead of a stop samples nothing and writes nothing to the cache."""
+    """Steps that were submitted ahead of a stop sample nothing and write nothing to the cache."""
     engine, prompt_ids = engine_of("llama", ahead=3), prompt_of("llama")
     for _ in range(2):  # the second time, the kernels compute the last position as below
         stop = answer(engine, prompt_ids, 1).token_ids[0]
@@ -243,7 +243,7 @@ def test_the_context_is_used_to_its_end(engine_of: EngineOf) -> None:
 
 
 def test_scores_fit_in_a_binding(open_device: OpenDevice, tmp_path: Path) -> None:
-    """Of which 128 rows of logits are a little more: then a few rows at a time."""
+    """Where 128 rows of logits are more than a binding, a few rows are scored at a time."""
     reference = load("llama")
     row = 4 * stride(reference.logits.shape[1])
     folder = reference.write_checkpoint(tmp_path / "llama")
@@ -287,7 +287,7 @@ def greedy_ids(case: str) -> list[int]:
     return ids
 
 
-# What a token costs
+# The cost of a token
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ def _counted(counting: CountingLib, name: str, function: Callable[..., Any]) -> 
     return call
 
 
-# What one decode step calls, and how often; besides, one of three for each dispatch.
+# The calls of one decode step, and how often; besides, one of three for each dispatch.
 STEP = {
     "wgpuDeviceCreateCommandEncoder": 1,
     "wgpuCommandEncoderBeginComputePass": 1,
@@ -699,7 +699,7 @@ def test_an_interrupt_while_recording_leaves_nothing_behind(
 def test_an_interrupt_while_reading_leaves_nothing_mapped(
     engine_of: EngineOf, monkeypatch: pytest.MonkeyPatch, times: int, before: bool
 ) -> None:
-    """Of a step, and then of those that are drained because of it."""
+    """Interrupts come in a step, and then in those that are drained because of it."""
     engine, prompt_ids = engine_of("qwen3"), prompt_of("qwen3")
     expected = answer(engine, prompt_ids, 8)
     mapping = engine.queue._mapping

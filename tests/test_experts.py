@@ -138,7 +138,7 @@ EXPERTS: Factors = SETTINGS | {
 def activations(
     rng: np.random.Generator, dtype: str, rows: int, columns: int, many: bool
 ) -> tuple[Array, Array]:
-    """What is given, and what a kernel (of many rows) reads of it."""
+    """Returns activations, and the values that a kernel (of many rows) reads them as."""
     if dtype in INTEGERS:
         return int8_rows(rng, rows, columns, many=many)
     x = rng.standard_normal((rows, columns), np.float32)
@@ -318,9 +318,9 @@ def layer_error(
     bias: bool,
     shared: str,
 ) -> float:
-    """Of a whole layer: residual, norm, router, experts with biases or a correction of the choice,
-    a projection beside them or a shared expert among them, perhaps with a gate, and one that reads
-    the result; against the same in kernels of their own."""
+    """Returns the error of a whole layer: residual, norm, router, experts with biases or a
+    correction of the choice, a projection beside them or a shared expert among them, perhaps with a
+    gate, and one that reads the result; against all of these in kernels of their own."""
     width, inner, experts, slots = 96, 64, 5, 2
     gates, stacked = int("gated" in shared), int("stacked" in shared)
     every = experts + stacked
@@ -482,7 +482,7 @@ def test_which_layers_have_experts(changes: dict[str, Any], expected: list[bool]
 def test_experts_in_one_tensor(
     device: Device, tmp_path: Path, case: str, dtype: str | None
 ) -> None:
-    """As transformers 5 keeps them, and writes them if told to, give the same weights."""
+    """Experts as transformers 5 keeps them, and writes them if told to, give the same weights."""
     folder = load(case).write_checkpoint(tmp_path / "apart")
     model = build_model(RawConfig.open(folder))
     specs, apart = list(model.weights()), Checkpoint.open(folder)
@@ -558,7 +558,7 @@ def layer_of_experts(last: range | None = None, columns: range | None = None) ->
 
 
 def planned(specs: list[WeightSpec]) -> LoadPlan:
-    """As if a checkpoint had their tensors, in f32."""
+    """Returns the plan for a checkpoint that has the tensors of these weights in f32."""
 
     def part(source: Source) -> Part:
         return Part(source, TensorInfo(source.key, "f32", source.shape, Path(), 0, 0), source.view)
@@ -622,7 +622,7 @@ def test_a_shared_expert_is_the_same_alone(
             logits.append(scores(engine, range(3, 30)))
             decoded.append(answer(engine, [5], 4).logits)
     assert relative_error(decoded[1], decoded[0]) <= 1e-5
-    # Of many rows an MLP's projections on a CPU (matmul_lanes) have two int8 scales for 32 columns
+    # An MLP's projections of many rows on a CPU (matmul_lanes) have two int8 scales for 32 columns
     # of x, where the tiles of experts have one.
     differ = dtype is not None and device.software
     assert relative_error(logits[1], logits[0]) <= (6e-2 if differ else 1e-5)

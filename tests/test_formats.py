@@ -286,7 +286,7 @@ def test_no_more_is_read_than_rows_need(name: str, monkeypatch: pytest.MonkeyPat
     assert 0 < sum(read) <= -(-8 * codes.nbytes // matrix.shape[0])
 
 
-# What is refused
+# Checkpoints that are refused
 
 
 @pytest.mark.parametrize(
@@ -470,7 +470,8 @@ def test_a_format_that_is_not_named(copy_of: Callable[[str], Path]) -> None:
 
 
 def test_gptq_beside_the_config(copy_of: Callable[[str], Path]) -> None:
-    """As AutoGPTQ wrote it first. A config.json that says something counts."""
+    """AutoGPTQ first wrote a file of its own. A quantization_config in config.json counts before
+    it."""
     folder = copy_of("gptq_4bit_act_order")
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     del config["quant_method"]

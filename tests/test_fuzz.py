@@ -295,7 +295,7 @@ MLX = {"quantization": {"bits": 4, "group_size": 32}}
     ],
 )
 def test_numbers_that_nobody_can_list(tmp_path: Path, case: str, changes: dict[str, Any]) -> None:
-    """What a config asks for is compared with the files before all of it is listed."""
+    """The sizes in a config are compared with the files before all weights are listed."""
     for file in (DATA / case).glob("*.safetensors*"):
         shutil.copy(file, tmp_path)
     values = json.loads((DATA / case / CONFIG_FILES["published"]).read_text())

@@ -248,7 +248,7 @@ def test_a_file_that_is_not_there_is_not_found(tmp_path: Path) -> None:
 
 
 def permuted(array: Array, heads: int) -> Array:
-    """As the converter turns rows of q and k for llama.cpp (LlamaModel.permute)."""
+    """Returns rows of q or k as the converter permutes them (LlamaModel.permute)."""
     return (
         array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
         .swapaxes(1, 2)
@@ -464,7 +464,7 @@ def add_deepseek_experts(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> 
 
 
 def add_latent(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
-    """Those of V3 as in the first versions of the converter."""
+    """Adds the metadata of latent attention; for V3 as the first versions of the converter did."""
     own = writer.kv_data[0]
     for key in ("head_count_kv", "key_length", "value_length"):
         own.pop(f"{writer.arch}.attention.{key}")
@@ -509,7 +509,7 @@ def add_granite_experts(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> N
 
 
 def add_granite4(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> None:
-    """As of the hybrid models, though no layer has Mamba."""
+    """Adds the metadata of Granite 4's hybrid models, though no layer has Mamba."""
     add_granite(writer, raw)
     writer.kv_data[0].pop("granite.attention.head_count_kv")
     writer.add_head_count_kv([raw["num_key_value_heads"]] * raw["num_hidden_layers"])
@@ -546,7 +546,7 @@ def add_granite_hybrid(writer: library.GGUFWriter, raw: Mapping[str, Any]) -> No
     writer.add_rope_scaling_finetuned(False)
 
 
-# What the converter writes besides what it writes for all, by model_type.
+# Metadata that the converter writes besides those of all models, by model_type.
 ADD: dict[str, Add] = {
     "apertus": add_apertus,
     "cohere": add_cohere,
@@ -589,7 +589,7 @@ ADD: dict[str, Add] = {
 
 # Models that also see, and whose text models are converted.
 SEEING = ("gemma4",)
-# Those whose rows of q and k are permuted.
+# Models whose rows of q and k are permuted.
 TURNED = (
     "arcee",
     "granite",
@@ -617,7 +617,7 @@ def stored(name: str) -> dict[str, TensorInfo]:
 
 
 def written_as(name: str) -> str:
-    """What ARCHITECTURE and ADD say of a case: by its own name, or else by its model_type."""
+    """Returns the key of a case in ARCHITECTURE and ADD: its own name, or else its model_type."""
     return name if name in ARCHITECTURE else str(published(name).values["model_type"])
 
 
@@ -811,7 +811,7 @@ def converted(
     return write(file, given or tensors, kinds, arch=arch, add=add)
 
 
-# What of these cases' configs a file cannot say, or says otherwise.
+# Values in these cases' configs that a file cannot have, or has otherwise.
 OTHERWISE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "rope_scaling": published("deepseek_v3").values["rope_scaling"] | {"mscale": 1.0}
@@ -823,7 +823,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": None},
     "starcoder2": {"rope_theta": 999999.44},  # a float32
 }
-# Those whose config is spelled otherwise, so that only what is computed is the same.
+# Cases whose config is spelled otherwise: only the computation is the same.
 COMPUTED = [
     "gemma2",
     "gemma3_text",
@@ -835,7 +835,7 @@ COMPUTED = [
 # Computed in the full run alone, as SAME is.
 SELDOM = ["apertus", "gemma4_text_experts", "gpt_neox", "granitemoe", "granitemoeshared", "lfm2"]
 SELDOM += ["lfm2_moe", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text"]
-# Those whose config and tensors are the hub's, however they get there.
+# Cases whose config and tensors are the hub's, however they get there.
 SAME = [
     "arcee",
     "ernie4_5_moe",
@@ -847,7 +847,7 @@ SAME = [
     "olmo",
     "olmo3",
 ]
-# Those with a window, a rope or biases that llama.cpp's files do not know, or with other names.
+# Cases with a window, a rope or biases that llama.cpp's files cannot have, or with other names.
 UNKNOWN = re.compile(
     "_sliding|_dynamic|llama3|_switch|moe_dense|moe_plain|lfm2_bias|hybrid_e|t_yarn"
 )
@@ -939,7 +939,7 @@ def test_a_converted_model_computes_what_transformers_does(
 
 
 def test_a_hybrid_without_experts_or_with_positions(tmp_path: Path) -> None:
-    """As Granite 4.0 H micro, whose MLP is the only one; Bamba is not implemented."""
+    """Granite 4.0 H micro has an MLP and no experts; Bamba is not implemented."""
     gguf = converted(tmp_path / "m.gguf", "granitemoehybrid_mamba")
     gguf.metadata.update({f"granitehybrid.expert_{key}": 0 for key in ("count", "used_count")})
     for name in [name for name in gguf.tensors if "_exps" in name or "_inp" in name]:
@@ -1193,7 +1193,7 @@ def test_a_tensor_of_q_k_and_v_is_taken_apart(tmp_path: Path) -> None:
 
 
 def test_every_name_of_an_architecture_is_known(tmp_path: Path) -> None:
-    """What the library would write for a model is what its weights are called."""
+    """The names that the library would write for a model are those of its weights."""
     names = library.get_tensor_name_map(MODEL_ARCH.QWEN3, 2)
     model = build_model(RawConfig.open(DATA / "models" / "qwen3"))
     for source in (source for spec in model.weights() for source in spec.sources):
@@ -1710,7 +1710,8 @@ def test_the_type_of_what_ends_a_turn_does_not_matter(tmp_path: Path, of: int) -
 def test_the_tokens_of_phi3_take_the_space_behind_them(
     tmp_path: Path, arch: str, name: str | None, strips: bool
 ) -> None:
-    """As in its tokenizer.json. A GGUF file does not say so; llama.cpp goes by the name."""
+    """Tokens of Phi-3 strip spaces as in its tokenizer.json. A GGUF file does not say so; llama.cpp
+    goes by the name."""
     tokens = ["<unk>", "<s>", "</s>", "▁", "a", "▁a", "\n", "<|endoftext|>", "<|user|>", "<|end|>"]
 
     def add(writer: library.GGUFWriter) -> None:

@@ -58,7 +58,7 @@ def told(client: socket.socket) -> bytes:
 
 
 def status(data: bytes) -> int:
-    """Of a response whose body is an error of OpenAI's kind."""
+    """Returns the status of a response whose body is an error of OpenAI's kind."""
     head, _, body = data.partition(b"\r\n\r\n")
     assert json.loads(body)["error"].keys() == {"message", "type", "param", "code"}
     return int(head.split()[1])
@@ -101,7 +101,7 @@ def test_one_that_does_not_come_is_told_so(address: str, monkeypatch: pytest.Mon
 
 
 def test_an_answer_may_take_longer_than_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes after the request, such as the newline of old clients, changes nothing."""
+    """Bytes that come after the request, such as the newline of old clients, change nothing."""
     monkeypatch.setattr("infer.server.http.REQUEST_SECONDS", 0.01)
     late = []
     own = Connection._late

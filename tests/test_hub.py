@@ -1,4 +1,4 @@
-"""What `resolve` finds, and its message for each failure, against a small hub on localhost.
+"""`resolve` finds models, and has a message for each failure, with a small hub on localhost.
 
 huggingface_hub reads HF_ENDPOINT and HF_HOME when it is imported, so it runs in other processes.
 """
@@ -126,7 +126,7 @@ def content(repo: str, commit: str, name: str) -> bytes:
 
 
 def sizes(repo: str, commit: str, name: str) -> dict[str, Any]:
-    """What the hub's listing says of a file with ?blobs=true."""
+    """Returns the sizes and digests of a file in the hub's listing with ?blobs=true."""
     body = content(repo, commit, name)
     is_large = repo == "org/huge" and name.endswith((".safetensors", ".gguf"))
     is_large |= (repo, name) == ("org/single", "README.md")
@@ -188,7 +188,7 @@ class Hub:
                     message = "Invalid credentials in Authorization header"
                     return self.reply(401, X_Error_Message=message)
                 if repo not in WANTED or (repo == "org/private" and token is None):
-                    # As the hub does: nobody learns which private repositories there are.
+                    # The hub answers so: nobody learns which private repositories there are.
                     return self.reply(404 if token else 401, X_Error_Code="RepoNotFound")
                 if repo in ANSWERS:
                     return self.reply(*ANSWERS[repo])

@@ -1,4 +1,4 @@
-"""What imports what: infer, models, kernels, in this direction, and nothing heavy at once."""
+"""Imports go in one direction, infer, models, kernels, and load nothing heavy at once."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_public_names_are_those_in_all(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["infer", "infer.kernels"])
 def test_lazy_names_are_typed(name: str) -> None:
-    """What a type checker sees, under TYPE_CHECKING, is what is there at run time."""
+    """The names that a type checker sees, under TYPE_CHECKING, are those at run time."""
     module = importlib.import_module(name)
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))

@@ -59,7 +59,7 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineOf]:
 
 
 def requests(case: str) -> list[Callable[[Engine], Running]]:
-    """Of unlike lengths; some prompts begin alike, some are the same."""
+    """Returns requests of unlike lengths; some prompts begin alike, some are the same."""
     prompts = [*prompts_of(case), *prompts_of(case)[:4]]
     return [partial(begin, ids=ids, steps=n) for ids, n in zip(prompts, LENGTHS, strict=True)]
 
@@ -85,7 +85,7 @@ def coming_and_going(engine: Engine, asked: Sequence[Callable[[Engine], Running]
 
 
 def differing(found: Sequence[Answer], expected: Sequence[Answer]) -> list[int]:
-    """Of which answers a token or a bit of the logits differs."""
+    """Returns the indices of answers that differ in a token or in a bit of the logits."""
     assert len(found) == len(expected)
     return [
         i
@@ -143,7 +143,7 @@ def test_thirty_two_at_once(engine_of: EngineOf, case: str, dtype: str) -> None:
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("case", ["llama", "deepseek_v3", "qwen3_5_text"])
 def test_contexts_of_unlike_lengths(engine_of: EngineOf, case: str, rules: str) -> None:
-    """Of which attention makes one split and many, in one step."""
+    """Attention makes one split of some contexts and many of others, in one step."""
     ids = load_long(case).prompt_ids.tolist()
     prompts = [ids[:700], ids[:517], ids[300:700], ids[:40]]
     asked = [partial(begin, ids=prompt, steps=6) for prompt in prompts]
@@ -216,7 +216,7 @@ def test_on_the_weakest_device(least_device: Device, case: str, tmp_path: Path) 
 
 @others_full("case", ["llama", "qwen3_next", "deepseek_v2"], ["llama"])
 def test_what_is_cached_is_what_would_be_computed(engine_of: EngineOf, case: str) -> None:
-    """What a prompt has in common with an answer that has ended, and with one that is running."""
+    """A prompt shares a part with an answer that has ended, and one with an answer that runs."""
     ids = load(case).prompt_ids.tolist()
     engine = engine_of(case, max_batch=4)
     first = answer(engine, ids, 12)
@@ -282,7 +282,7 @@ def test_sampled_rows(engine_of: EngineOf) -> None:
 def test_products_of_a_row(
     device: Device, rng: np.random.Generator, stored: tuple[str, Any], gated: bool
 ) -> None:
-    """Those of matmul_rows, whose lanes share rows of x otherwise for each number of them."""
+    """Products of matmul_rows, whose lanes share rows of x otherwise for each number of rows."""
     if device.subgroup_size < LEAST_LANES:
         pytest.skip("matmul_rows needs subgroups")
     tuning = InvariantTuning(device)

@@ -102,7 +102,7 @@ def pairwise(factors: Factors) -> list[Case]:
                     )
                     for k in values[c]
                 ]
-                # Of equally good values the next one, so that all come equally often.
+                # The next one of equally good values, so that all come equally often.
                 most = max(gains)
                 best = [k for k in values[c] if gains[k] == most]
                 chosen[c] = best[len(cases) % len(best)]
@@ -182,7 +182,7 @@ def activation_of(form: str) -> str | None:
 
 
 def activated(y: Array, form: str, n: int) -> Array:
-    """What becomes of n outputs, or of n gates and as many more that they are multiplied with."""
+    """Returns the activation of n outputs, or of n gates times as many other outputs."""
     function = activation_of(form)
     if "gated" in form:
         return elementwise_check.ACTIVATIONS[function or "silu"](y[:, :n]) * y[:, n:]
@@ -417,8 +417,9 @@ def chain_error(
     tuning: Tuning | None = None,
     **options: Any,
 ) -> float:
-    """Of two projections; what lies between them prepares its result for the second: times the
-    weights of a norm, or as int8. tuning: without one, few rows take matmul_vec."""
+    """Returns the error of two projections. The kernel between them prepares its result for the
+    second: times the weights of a norm, or as int8. tuning: without one, few rows take
+    matmul_vec."""
     k, n = 96, 64
     whole = rows > MAX_VEC_ROWS or isinstance(tuning, ByRows)  # blocks have one scale, not two
     options["tuning"] = tuning or ByVec(device)
@@ -459,8 +460,8 @@ def chain_error(
 
 
 def prepared(y: Array, dtype: str, whole: bool | None = None) -> Array:
-    """As a projection reads it: in int8, in whole blocks or halves of them (None: by
-    the number of rows, as where few take matmul_vec), when its weights are quantised."""
+    """Returns y as a projection reads it: in int8, in whole blocks or halves of them (None: by the
+    number of rows, as where few take matmul_vec), when the projection's weights are quantised."""
     if dtype not in ("q8", "q4"):
         return y
     whole = len(y) > MAX_VEC_ROWS if whole is None else whole
@@ -549,7 +550,7 @@ def test_head_linear(
 def test_heads_in_several_shards(
     open_device: OpenDevice, rng: np.random.Generator, rows: int, keep: bool
 ) -> None:
-    """Of two heads and of one."""
+    """Shards have two heads and one."""
     device = open_device(Settings(max_binding=320_000))
     x, weight = normal(rng, rows, 3 * 204), normal(rng, 3 * 200, 200)
     y = functions.head_linear(device, x, weight, 3, keep=keep)
@@ -911,7 +912,7 @@ def test_rope(least_device: Device, rng: np.random.Generator, kind: str, interle
 
 
 def rules(device: Device) -> Iterator[Tuning]:
-    """Those of this device, of the least one, and of a GPU with these limits."""
+    """Yields the rules of this device, of the least one, and of a GPU with these limits."""
     for software, limits in product((True, False), (device.limits, Limits())):
         tuning = Tuning(device)
         tuning.software, tuning.limits = software, limits
@@ -1024,7 +1025,7 @@ def test_rows_beyond_the_loops_of_a_software_adapter(
 
 
 def test_workgroups_that_share_columns(open_device: OpenDevice, rng: np.random.Generator) -> None:
-    """Of a matrix in one shard, or in two."""
+    """Workgroups share columns of a matrix in one shard, or in two."""
     form = "bias scale gelu residual"
     for settings, rows, shape, splits in (
         (Settings(), 140, (100, 70), 3),
