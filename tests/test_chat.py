@@ -464,7 +464,8 @@ CALLED = {"function": {"name": "f", "arguments": "{}"}}
 def test_what_cannot_be_continued(
     final: dict[str, Any], args: dict[str, Any], message: str, tokenizer: Tokenizer
 ) -> None:
-    """Final messages that are refused. transformers refuses them too, or leaves their calls out."""
+    """transformers continues none of these messages either, but for the one with calls, which it
+    leaves out."""
     chat = [*USER, {"role": "assistant"} | final]
     with pytest.raises(RequestError, match=message):
         tokenizer.encode_chat(chat, **{"continue_final_message": True} | args)

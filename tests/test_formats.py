@@ -470,8 +470,8 @@ def test_a_format_that_is_not_named(copy_of: Callable[[str], Path]) -> None:
 
 
 def test_gptq_beside_the_config(copy_of: Callable[[str], Path]) -> None:
-    """AutoGPTQ first wrote a file of its own. A quantization_config in config.json counts before
-    it."""
+    """AutoGPTQ first wrote a file of its own, quantize_config.json. A quantisation in config.json
+    counts before it."""
     folder = copy_of("gptq_4bit_act_order")
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     del config["quant_method"]

@@ -445,7 +445,8 @@ def test_same_seed_same_text(llm: LLM) -> None:
 
 
 def test_samples_are_those_of_seeds_side_by_side(llm: LLM) -> None:
-    """Of whatever is asked for: a prompt, a list, messages, a seed in params, the last seed."""
+    """Samples are those of seeds for a prompt, a list, messages, a seed in params, the last
+    seed."""
     sampling: dict[str, Any] = {"temperature": 1.5, "max_tokens": 12}
 
     def seeded(seed: int, prompt: Any = STORY) -> list[int]:
@@ -749,7 +750,7 @@ def in_a_thread(call: Callable[[], object]) -> None:
 
 
 def by_a_signal(call: Callable[[], object]) -> None:
-    """As its handler, which Python runs in the main thread between two instructions."""
+    """Calls as a signal handler does, which Python runs in the main thread between instructions."""
     before = signal.signal(signal.SIGINT, lambda *_: call())
     try:
         signal.raise_signal(signal.SIGINT)
@@ -758,7 +759,7 @@ def by_a_signal(call: Callable[[], object]) -> None:
 
 
 def by_garbage_collection(call: Callable[[], object]) -> None:
-    """As the finalizer of an object, which may run anywhere."""
+    """Calls as the finalizer of an object does, which may run anywhere."""
 
     class Garbage:
         def __init__(self) -> None:
@@ -1125,7 +1126,7 @@ def test_what_quantising_takes_is_counted(monkeypatch: pytest.MonkeyPatch) -> No
         assert stats.allocated - stats.pooled == needed - temporary
 
 
-# What cannot be served
+# Requests that are refused
 
 
 @pytest.mark.parametrize(
@@ -1235,7 +1236,7 @@ class Terminal(io.StringIO):
 
 
 class Notebook(io.StringIO):
-    """As ipykernel has it, which says that it is no terminal."""
+    """The standard output of ipykernel, which says that it is no terminal."""
 
     __module__ = "ipykernel.iostream"
 
@@ -1312,12 +1313,12 @@ def test_damaged_weights_are_found_out(tmp_path: Path, processed: bool) -> None:
 
 
 def report_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    """As if the adapter had so many bytes left."""
+    """Makes the adapter report so many free bytes."""
     monkeypatch.setattr(infer.memory, "memory_info", lambda adapter: MemoryInfo(1 << 40, free))
 
 
 def bytes_needed(monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:
-    """What load says it needs, where there is nothing."""
+    """Returns the bytes that load says it needs, where no memory is free."""
     report_free(monkeypatch, 0)
     with pytest.raises(infer.OutOfMemoryError) as caught:
         infer.load(DEMO, **options)
@@ -1414,7 +1415,7 @@ def test_keys_that_no_binding_holds(llm: LLM) -> None:
     assert count.fitting(replace(options, context=int(asked[1]))).context == most - PAGE
     with pytest.raises(infer.OutOfMemoryError):
         count.fitting(replace(options, context=int(asked[1]) + 1))
-    # Of several answers, what they share and what each may have are told apart.
+    # For several answers the message says what they share and what each may have.
     said = r"cache of 384 positions in total, for 3 .* up to 128 positions, .* is 256 positions"
     with pytest.raises(infer.OutOfMemoryError, match=said):
         count.fitting(replace(options, max_batch=3, context=2 * PAGE, cache_positions=6 * PAGE))

@@ -50,7 +50,7 @@ def test_the_answers_are_counted() -> None:
 
 
 def test_a_warm_up_leaves_the_prompts_of_the_benchmark() -> None:
-    """What is compared with `infer bench --clients` has prompts as long."""
+    """Prompts are as long as those of `infer bench --clients`, so that both can be compared."""
     engine = FakeEngine()
     with serving(fake_service(engine)) as address:
         given = "--clients", "2", "--requests", "2", "--warm-up"

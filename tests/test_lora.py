@@ -76,7 +76,7 @@ def plan_of(model: Decoder, checkpoint: Checkpoint) -> LoadPlan:
 
 @dataclass(frozen=True)
 class Reference:
-    """What PEFT computes: see scripts/make_lora_references.py."""
+    """The results of PEFT, stored by scripts/make_lora_references.py."""
 
     prompt_ids: list[int]
     logits: NDArray[np.float32]
@@ -160,7 +160,7 @@ def test_the_first_files_of_gpt2_take_an_adapter(device: Device, tmp_path: Path)
 
 @pytest.mark.full
 def test_a_tensor_of_which_two_weights_are_made(device: Device, tmp_path: Path) -> None:
-    """As of Mamba's in_proj, whose time steps are a weight of their own."""
+    """Mamba's in_proj becomes two weights: its time steps are one of their own."""
     source, adapter, rng = MODELS / "falcon_h1", tmp_path / "adapter", np.random.default_rng(0)
     module = "base_model.model.model.layers.1.mamba.in_proj"
     rows, columns = Checkpoint.open(source).tensors["model.layers.1.mamba.in_proj.weight"].shape
@@ -186,7 +186,7 @@ def test_a_tensor_of_which_two_weights_are_made(device: Device, tmp_path: Path) 
 
 
 def test_a_model_that_also_sees_takes_an_adapter(device: Device, tmp_path: Path) -> None:
-    """Which has the names that modules have there, and may change those that see."""
+    """The adapter has the names of modules of such a model, and may change those that see."""
     folder = tmp_path / "model"
     folder.mkdir()
     config = json.loads((MODELS / "llama" / "config.json").read_text())
@@ -326,7 +326,7 @@ def test_beside_each_kind_of_weight(device: Device, case: str, rows: int, by_row
 
 @pytest.mark.full
 def test_always_on_beside_a_quantised_model(device: Device, tmp_path: Path) -> None:
-    """As one of floats that has these values, with the adapter merged."""
+    """Answers are those of a model of floats that has these values, with the adapter merged."""
     floats = {k: read_rows(i) for k, i in Checkpoint.open(MODELS / "llama").tensors.items()}
     packed: Tensors = {}
     for key, values in floats.items():
@@ -381,8 +381,8 @@ def test_answers_with_unlike_adapters_run_side_by_side(device: Device) -> None:
 def test_unlike_adapters_share_steps(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of answers that come and go, each as it is alone: as PEFT's, or as that of weights merged by
-    the formula. Ranks differ, and some weights only one of them changes."""
+    """Answers that come and go are each as they are alone: PEFT's, or that of weights merged by the
+    formula. Ranks of the adapters differ, and some weights are changed by only one of them."""
 
     def change(tensors: Tensors) -> None:
         for key in list(tensors):
@@ -464,7 +464,7 @@ def test_switching_is_as_good_as_separate_models(device: Device) -> None:
 
 
 def test_memory_is_counted_before(device: Device) -> None:
-    """What lies beside the weights is what a dry run says."""
+    """The memory of changes beside the weights is what a dry run counts."""
     model, checkpoint = open_model(MODELS / "phi3")
     specs = list(model.weights())
     lora = Lora.open(DATA / "phi3", "phi3")
@@ -509,7 +509,7 @@ def test_a_shared_expert_that_is_changed_stays_alone(device: Device, tmp_path: P
             assert answer(engine, ids, 8, adapter=name).token_ids == tokens
 
 
-# What is refused
+# Adapters that are refused
 
 
 def adapter_with(
@@ -708,7 +708,8 @@ def test_a_head_beside_one_that_is_quantised(tmp_path: Path) -> None:
 
 
 def test_copies_of_embeddings(device: Device, tmp_path: Path) -> None:
-    """Those that are not changed, as save_embedding_layers writes them: in any dtype."""
+    """Copies of embeddings that are unchanged, as save_embedding_layers writes them, are ignored in
+    any dtype."""
     own = read_rows(Checkpoint.open(MODELS / "llama").tensors["model.embed_tokens.weight"])
 
     def change(tensors: Tensors) -> None:
@@ -804,7 +805,7 @@ def demo_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(demo_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """What a model answers into which numpy has merged it."""
+    """The answer of a model into which numpy has merged the adapter."""
     folder = tmp_path_factory.mktemp("merged") / "demo"
     shutil.copytree(resolve(DEMO).path, folder)
     save_file(merged_tensors(folder, demo_adapter), folder / "model.safetensors")

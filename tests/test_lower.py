@@ -173,7 +173,7 @@ def test_fusing_what_goes_into_a_latent_cache(
     assert nmse(*results) <= limit
 
 
-# What is fused
+# Operations that are fused
 
 
 class Everywhere(dict[GpuTensor, LowRank]):
@@ -340,7 +340,7 @@ def test_a_norm_behind_a_projection_is_one_kernel(scaled: bool, dtype: str, rows
 def test_a_layer_of_mamba_2_is_five_kernels_of_decode(
     dtype: str, bindings: int, made: list[str]
 ) -> None:
-    """As projections do, the scan writes what the one behind its norm reads, if it can bind it."""
+    """The scan writes the input of the projection behind its norm, if it can bind the buffers."""
     dry = DryDevice(Limits(storage_buffers=bindings))
     dry.subgroup_size = 32
     state = LayerState.new(dry, StateShape(64 + 2 * 24, 4, 1, 4, 24, 16), 0)
@@ -375,7 +375,8 @@ def test_what_lies_beside_a_weight_costs_two_kernels() -> None:
 
 
 def test_what_each_row_has_of_its_own_costs_two_kernels() -> None:
-    """As many: the norm goes into the first of them, and the residual into the second."""
+    """A change of each row costs two kernels: the first computes the norm, the second adds the
+    residual."""
     added = Counter(lora_down=9, lora_up=9, activation=2)
     rest = Counter(embedding=1, matmul_vec=1)
     assert kernels_of(1, changed="by row") == LONG + SHORT + added + rest

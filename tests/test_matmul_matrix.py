@@ -45,7 +45,7 @@ CASES: Factors = {
     "stored": (*((dtype, None) for dtype in (*FLOATS, *QUANTIZED)), *PUBLISHED),
     "variant": (
         EMULATED,
-        # As Intel's and Apple's GPUs have them, and of several subgroups along both sides.
+        # The matrices of Intel's and Apple's GPUs, and tiles of several subgroups along both sides.
         MatrixVariant(MatrixShape(8, 16, 16), 8, 16, 32, 8, 16, 32, emulated=True),
         MatrixVariant(MatrixShape(8, 8, 8), 8, 32, 32, 16, 16, 64, emulated=True),
         MatrixVariant(MatrixShape(16, 16, 16), 16, 16, 32, 16, 16, 64, 2, emulated=True),
@@ -99,7 +99,7 @@ def test_activations_of_any_size(device: Device, rng: np.random.Generator) -> No
 
 
 def test_one_value_far_above_the_others(device: Device, rng: np.random.Generator) -> None:
-    """What is below 2^-39 of the largest of its row may become zero; all else is rounded."""
+    """Values below 2^-39 of the largest of their row may become zero; all others are rounded."""
     x, weight = rounded(normal(rng, 9, 64), "f16"), rounded(normal(rng, 64, 64), "f16")
     x[:, 0] = 2.0**20
     weight[:, 0] = 0

@@ -64,7 +64,7 @@ def drawn(draw: random.Random) -> tuple[Any, dict[str, Any]]:
 
 
 def told(result: Result) -> dict[str, Any]:
-    """What does not differ from run to run."""
+    """Returns the parts of a result that do not differ from run to run."""
     calls = [(call.name, call.arguments) for call in result.tool_calls]
     ids = [(entry.token_id, [top.token_id for top in entry.top]) for entry in result.logprobs or ()]
     of = result.text, result.token_ids, result.finish_reason, result.stop_string

@@ -186,8 +186,8 @@ TIED = [case for case in TIED if (DATA / case / "model.safetensors").exists()]
 
 @pytest.mark.parametrize("case", TIED)
 def test_a_head_beside_tied_embeddings(case: str, tmp_path: Path) -> None:
-    """As transformers 5 takes it: an equal one is the embeddings, and so is the only one there is;
-    another one counts."""
+    """A head beside tied embeddings is read as by transformers 5: an equal one is the embeddings,
+    and so is the only one there is; a different one counts."""
     tied, own = open_model(DATA / case)
     embed = next(iter(tied.weights())).sources[0].key
     names = Checkpoint.open(DATA / case).tensors
@@ -218,7 +218,7 @@ def test_a_head_beside_tied_embeddings(case: str, tmp_path: Path) -> None:
 
 
 def is_embedding(name: str) -> bool:
-    """Of tokens, of the text model."""
+    """Whether a tensor is the embeddings of tokens of the text model."""
     names = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
     return name.endswith(names) and "visual" not in name
 
@@ -333,8 +333,8 @@ def of_layers(engine: Engine) -> list[int]:
 
 
 def test_layers_share_a_cache(device: Device, tmp_path: Path) -> None:
-    """Of four layers the last two attend to what the first two keep: of two heads of 16 where there
-    is a window, and of 32 where there is none. Files have weights for them all the same."""
+    """The last two of four layers attend to what the first two keep: two heads of 16 where there is
+    a window, and of 32 where there is none. Files have weights for all of them."""
     with device.scope():
         engine = build_engine(device, load("gemma4").write_checkpoint(tmp_path / "gemma4"))
         first, second, *others = engine.steps.caches

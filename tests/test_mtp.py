@@ -268,7 +268,7 @@ def test_few_pages(built: Callable[..., Engine], case: str) -> None:
 
 @pytest.mark.full
 def test_neighbours_of_other_kinds(counting: Engine) -> None:
-    """What an answer without drafts has computed, others go on from."""
+    """Answers with drafts go on from positions that an answer without drafts has computed."""
     counting.forget()
     params = params_of("greedy", max_tokens=12)
     held = masked(counting, [3, 4, 5], 12, **WAYS["greedy"])

@@ -18,7 +18,8 @@ def line(step: float, row: float) -> Callable[[int], float]:
 
 
 def sizes(seconds: Callable[[int], float], steps: int = 300) -> tuple[Pace, list[int]]:
-    """Of prompts beside answers, whose last chunks have any size; times scatter by a tenth."""
+    """Returns the sizes of chunks of prompts beside answers. The last chunks have any size; times
+    scatter by a tenth."""
     pace, draw, rows = Pace(32), random.Random(0), []
     for alone in (FIRST_ROWS, CHUNK):
         pace.measured(alone, seconds(alone))

@@ -62,8 +62,8 @@ def run(*command: str | Path, cwd: Path = Path("/"), **variables: str) -> str:
 
 
 def copy_of_the_tree(folder: Path, links: str = "links") -> Path:
-    """What a clone would hold, the links as links; or as "files", which is what git makes of them
-    where it makes none (Windows); or "gone"."""
+    """Copies the files of a clone, the links as links; or as "files", which git makes of them where
+    it makes no links (Windows); or "gone"."""
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
     names = [line.strip("/") for line in ignored]
     keep = shutil.ignore_patterns(".git", *names)

@@ -174,7 +174,8 @@ def test_blocks_and_stacks_of_them_keep_their_values(
 
 
 def test_parts_may_have_different_orders(device: Device, tmp_path: Path) -> None:
-    """As those of q and k with act-order, if they were quantised apart."""
+    """The matrices of q and k have different orders with act-order, if they were quantised
+    apart."""
     rng = np.random.default_rng(0)
     rows, columns = 3, 64
     args = {"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": "group"}
@@ -280,7 +281,7 @@ def test_columns_of_a_packed_source(device: Device, case: str) -> None:
 def test_rows_of_a_packed_source_that_become_columns(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As DeepSeek's W_UK lies head by head in what is quantised."""
+    """DeepSeek's W_UK lies like this in a quantised matrix, head by head."""
     monkeypatch.setattr(upload, "PIECE_BYTES", 512)
     found, checkpoint = opened(DATA / "mxfp4")
     expected = values_of("mxfp4")
@@ -344,7 +345,8 @@ QUANTIZED_MODELS: dict[str, tuple[dict[str, Any], Callable[[Array], dict[str, Ar
 def test_a_quantised_model_answers_as_its_values_do(
     device: Device, method: str, tmp_path: Path
 ) -> None:
-    """As one of floats that has these values. Rounding activations to int8 costs this model 8 %."""
+    """Logits are those of a model of floats that has these values. Rounding activations to int8
+    costs this model 8 %."""
     changes, pack, tolerance = QUANTIZED_MODELS[method]
     config = json.loads((LLAMA / "config.json").read_text())
     packed: dict[str, Array] = {}
@@ -371,8 +373,8 @@ def test_a_quantised_model_answers_as_its_values_do(
 @pytest.mark.full
 @pytest.mark.parametrize("scales", ["one", "two", "blocks"])
 def test_mistral_small_4_as_it_is_published(device: Device, scales: str, tmp_path: Path) -> None:
-    """As a part of a model that sees, in E4M3: with a scale for each matrix, or two for an expert's
-    gate and up, or for eight rows."""
+    """The model is published as a part of one that sees, in E4M3: with a scale for each matrix, or
+    two for an expert's gate and up, or one for eight rows."""
     source = LLAMA.parent / "mistral4"
     packed: dict[str, Array] = {}
     floats: dict[str, Array] = {}
@@ -423,7 +425,7 @@ def test_mistral_small_4_as_it_is_published(device: Device, scales: str, tmp_pat
 
 
 def test_stacks_that_lie_transposed_are_refused(tmp_path: Path) -> None:
-    """As Qwen3-VL is published in E4M3."""
+    """Qwen3-VL is published in E4M3 with stacks like these."""
     source = LLAMA.parent / "qwen3_vl_moe"
     quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
     config = json.loads((source / "config.json").read_text())
@@ -620,7 +622,7 @@ def test_experts_that_mlx_quantises_are_read_one_by_one(
         np.testing.assert_allclose(got, codes * scale + bias, rtol=0, atol=1e-6)
 
 
-# What mlx-lm wants to find in a config beside, or in place of, what is there.
+# Keys that mlx-lm wants in a config besides, or in place of, those that are there.
 MLX_KEYS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "granitemoe": {"rope_theta": 1e4},
@@ -717,7 +719,7 @@ def test_models_as_mlx_has_them(
 
 
 def packed_in_part(tensors: dict[str, Array], kept: str = "^$") -> dict[str, Array]:
-    """The same as MLX quantises it, but for keys that match."""
+    """Returns the tensors as MLX quantises them, except for keys that match `kept`."""
     packed: dict[str, Array] = {}
     for key, values in tensors.items():
         module = re.fullmatch(r"(.*(?:_proj(?:_\w+)?|embed_q|unembed_out|fc[12]))\.weight", key)
@@ -800,7 +802,7 @@ def test_routers_are_never_quantised(tmp_path: Path) -> None:
 
 
 def test_what_is_not_used_is_shown(tmp_path: Path) -> None:
-    """What config.json says, and of what there are scales."""
+    """Quantised activations and caches are shown by config.json, and by scales in the files."""
     key = "model.layers.0.self_attn.q_proj.weight"
     tensors = {k: read_rows(info) for k, info in Checkpoint.open(LLAMA).tensors.items()}
     parts = e4m3_packed(tensors.pop(key))
@@ -817,7 +819,7 @@ def test_what_is_not_used_is_shown(tmp_path: Path) -> None:
 
 
 def save(tensors: dict[str, Array], file: Path) -> None:
-    """As safetensors; uint8 named e4m3 is what E4M3 is called."""
+    """Writes tensors as safetensors; those of uint8 get the dtype E4M3."""
     save_file(tensors, file)
     size = int.from_bytes(file.read_bytes()[:8], "little")
     raw = file.read_bytes()
@@ -827,7 +829,7 @@ def save(tensors: dict[str, Array], file: Path) -> None:
 
 
 def test_what_weights_are(tmp_path: Path) -> None:
-    """As /api/show tells it."""
+    """The dtype of weights is the one that /api/show tells."""
     file = tmp_path / "m.gguf"
     converted(file, "llama", kind=Kind.Q4_0)
     quantized, _, _ = QUANTIZED_MODELS["fp8"]

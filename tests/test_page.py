@@ -84,7 +84,7 @@ class ScriptedEngine(FakeEngine):
         return ScriptedAnswer(self, text)
 
 
-# What is served
+# Files that are served
 
 
 def test_the_page_is_open_and_runs_nothing_but_its_own_script() -> None:
@@ -132,7 +132,7 @@ def test_the_page_is_one_request_and_cached() -> None:
 
 
 def test_a_model_without_a_chat_template_is_told_by_a_code() -> None:
-    """Which the page goes by."""
+    """The server has an error code for it, by which the page knows such a model."""
     engine = ScriptedEngine("x")
     engine.without_template = True
     body = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -685,7 +685,7 @@ SAMPLES = {
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_markdown_is_that_of_commonmark(markdown: Callable[[str], str], name: str) -> None:
-    """Of markdown-it, which rich brings, with tables."""
+    """HTML is that of markdown-it, which comes with rich, with tables."""
     reference = pytest.importorskip("markdown_it").MarkdownIt("commonmark", {"html": False})
     reference.enable("table").enable("strikethrough")
     expected = reference.render(SAMPLES[name])
@@ -883,7 +883,7 @@ def test_failures_are_told_and_can_be_tried_again(open_page: Open, name: str) ->
 
 
 def test_a_message_after_a_failure(open_page: Open) -> None:
-    """What failed stays in sight. Templates want users and assistants to take turns."""
+    """A failed answer stays in sight. Templates want users and assistants to take turns."""
     engine = ScriptedEngine("Whole.")
     page = open_page(engine)
     page.route(CHAT, lambda route: route.abort())

@@ -75,7 +75,7 @@ def stored(pool: PagePool, tokens: Iterable[int], key: Hashable = None) -> list[
 
 
 def looked_up(pool: PagePool, tokens: Iterable[int], key: Hashable = None) -> Match:
-    """What is found of these tokens, and released."""
+    """Looks tokens up, releases the pages again and returns the match."""
     tokens = list(tokens)
     match = pool.match(tokens, key, len(tokens))
     pool.release([*match.pages, *(match.partial or ())[:1]])

@@ -17,7 +17,7 @@ from infer import LLM, RequestError
 from infer.hub import DEMO
 from infer.server.prefixes import ANSWER, BLOCK, MOST, Prefixes
 
-# Which engine
+# The choice of the engine
 
 
 def test_the_engine_that_has_most_of_a_prompt_comes_first() -> None:

@@ -36,11 +36,11 @@ TOLERANCE = 1e-5
 # for one pass only. Of Bamba transformers counts the positions of each pass from 0, if not told.
 ONE_PASS = ("bamba", "llama_rope_dynamic", "phi3_longrope", "phi3_longrope_switch")
 
-# Those with experts whose tensors have one name for all, or another that is read.
+# Cases with experts, whose tensors have one name for all experts, or another that is read.
 MIXTURES = [case for case in cases() if load(case).routing_margin is not None]
 MIXTURES = [case for case in MIXTURES if not case.startswith(("ernie4_5_moe", "granitemoe"))]
 
-# What turns off the one key of the config that a case is about.
+# Values that turn off the one key of the config that a case is about.
 WITHOUT: dict[str, dict[str, Any]] = {
     "afmoe": {"mup_enabled": False},
     "exaone_moe": {"routed_scaling_factor": 1.0},

@@ -107,7 +107,7 @@ def test_thoughts_and_calls() -> None:
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
-    """Of a stream whose events have names."""
+    """Returns the events of a stream in which each has a name."""
     lines = [line for line in data.split(b"\n") if not line.startswith(b"event: ")]
     listed = events(b"\n".join(lines) + b"data: [DONE]\n\n")
     names = [line[7:].decode() for line in data.split(b"\n") if line.startswith(b"event: ")]

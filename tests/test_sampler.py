@@ -98,8 +98,8 @@ class Bench:
         return self.device.read(self.step, ROW, self.rows, HEADER.itemsize)
 
     def filtered(self) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Of the last step: the scores [rows, vocab], and which of them survive the filters by the
-        cuts that sample_draw has written down."""
+        """Returns the scores of the last step [rows, vocab], and which of them survive the filters
+        by the cuts that sample_draw has written down."""
         buffers = self.sampler._buffers
         z = self.device.read(buffers["z"]).reshape(self.rows, -1)[:, : self.vocab]
         n_found = len(self.sampler.dispatches(self.chain, 0)) - 2
@@ -125,7 +125,8 @@ def params_of(settings: dict[str, Any]) -> SamplingParams:
 
 
 def chi_square_limit(degrees: int, sigmas: float = 3.9) -> float:
-    """What chi-square exceeds once in 20,000 times (Wilson and Hilferty's approximation)."""
+    """Returns the value that chi-square exceeds once in 20,000 times (Wilson and Hilferty's
+    approximation)."""
     part = 2 / (9 * degrees)
     return float(degrees * (1 - part + sigmas * part**0.5) ** 3)
 
@@ -176,7 +177,7 @@ def test_survivors_are_transformers(device: Device, n: int) -> None:
         expected = stored[f"scores.{i}"]
         kept = expected > -np.inf
         assert survives[row].sum() == kept.sum(), settings
-        # The same scores survive. Which of the tokens that tie, transformers leaves to its sort.
+        # Equal scores survive. transformers' sort decides which of the tokens that tie do.
         np.testing.assert_allclose(
             np.sort(z[row][survives[row]]), np.sort(expected[kept]), rtol=2e-6, atol=1e-7
         )
@@ -343,7 +344,7 @@ def test_stop_ids_are_forbidden_before_the_least_position(
 
 
 def test_noise_is_exact_to_its_extremes(device: Device) -> None:
-    """Of all 32 bits, against float64."""
+    """Noise of all 32 bits is compared with float64."""
     source = """
     #include "sample_noise.wgsl"
     @group(0) @binding(0) var<storage, read> bits: array<u32>;
@@ -358,7 +359,7 @@ def test_noise_is_exact_to_its_extremes(device: Device) -> None:
     bits[:32] = 2 ** np.arange(32)
     bits[32:64] = ~bits[:32]
     bits[64:68] = [0, 2**32 - 1, 0x03FFFFFF, 0x04000000]
-    # Of a million tokens those with the largest noise.
+    # The tokens with the largest noise of a million.
     tokens = np.argsort(-gumbel(7 + 2**32, 30, np.arange(2**20)))[:1024]
     shader = render_text(textwrap.dedent(source))
     pipeline = device.compile(KernelSpec.of("noise"), shader)
@@ -421,7 +422,7 @@ def test_filtered_draws_follow_softmax(
 
 @pytest.mark.full
 def test_ties_are_cut_across_tiles(device: Device) -> None:
-    """Of 2,500 equal scores those of the 1,501 lowest ids survive, in tiles of 1,024."""
+    """The 1,501 lowest ids of 2,500 with equal scores survive, in tiles of 1,024."""
     params = SamplingParams(temperature=1.0, top_p=0.6004, seed=3)
     bench = Bench(device, np.zeros((256, 2500)), params)
     tokens = []
@@ -646,7 +647,8 @@ def logprobs_of(bench: Bench) -> NDArray[Any]:
 
 
 def assert_logprobs(found: NDArray[Any], logits: NDArray[np.floating], token: int) -> None:
-    """Of one row, by log-softmax in float64; of equal logits the lowest ids come first."""
+    """Compares the log probabilities of one row with log-softmax in float64. The lowest of the ids
+    with equal logits come first."""
     wide = logits.astype(np.float64)
     expected = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
     best = np.argsort(-expected, kind="stable")[:MAX_LOGPROBS]

@@ -206,7 +206,7 @@ def test_wrong_values_of_the_file(file: dict[str, Any], message: str) -> None:
         SamplingParams().resolved(sampling_defaults(file, 8), 5)
 
 
-# What of the file counts
+# Fields of the file that count
 
 
 FIELDS = json.loads((ROOT / "tests/data/sampling/generation_config.json").read_text())

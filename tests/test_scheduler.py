@@ -25,12 +25,13 @@ DEAD = -1  # sampled by a row that has stopped
 
 
 def after(before: int, token: int) -> int:
-    """What keys, values and states are after one more token: all tokens so far are in it."""
+    """Returns what stands for keys, values and states after one more token: a hash of all so
+    far."""
     return hash((before, token)) & 0xFFFFFFFF
 
 
 def begin(key: Hashable) -> int:
-    """Before the first, the same in every process."""
+    """Returns what stands for the state before the first token, equal in every process."""
     return crc32(repr(key).encode())
 
 
@@ -62,7 +63,7 @@ def answer(sequence: Sequence) -> list[int]:
 
 @dataclass
 class Row:
-    """What the GPU knows of a slot: its values so far, and the token that comes next."""
+    """The GPU's state of a slot: its values so far, and the token that comes next."""
 
     values: list[int]
     token: int
@@ -355,7 +356,7 @@ class World:
         self.scheduler.reset([*plan.running, *plan.prefilling, *plan.waiting])
 
     def check(self) -> None:
-        """What is stored is what the GPU has, and no page is lost."""
+        """Checks that the GPU has what the pool says, and that no page is lost."""
         scheduler = self.scheduler
         holders = self.holders()
         cached = check(self.pool, [page for s in holders for page in s.pages])
@@ -489,7 +490,7 @@ def test_a_load_of_prompts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_of_it_was_seen() -> None:
-    """What happened at random, if all of it ran."""
+    """All kinds of events happened at random, if all runs were made."""
     print(SEEN)
     if SEEN["sequences"] > 4000:
         assert min(SEEN[what] for what in ("copy", "restore", "save", "preempted", "reused")) > 15
@@ -556,7 +557,7 @@ def test_it_is_begun_when_part_of_its_answer_has_room(monkeypatch: pytest.Monkey
 
 
 def steps(world: World, count: int) -> str:
-    """Of the next steps the kinds: P and D, or the group's name."""
+    """Returns the kinds of the next steps: P and D, or the group's name."""
     kinds = ""
     for _ in range(count):
         while not world.submit():
@@ -573,14 +574,15 @@ def test_decode_steps_and_chunks_take_turns() -> None:
 
 
 def chunks(plan: Scheduler, most_rows: int = 100) -> list[tuple[int, int, int]]:
-    """Of the next step, which is of prefill: the first token of each sequence, and its rows."""
+    """Returns, for the next step, which is of prefill, the first token of each sequence and the
+    begin and end of its rows."""
     step = plan.next(most_rows)
     assert isinstance(step, tuple)
     return [(c.sequence.tokens[0], c.start, c.start + c.count) for c in step]
 
 
 def packing(*prompts: Ids[int] | Sequence, pages: int = 40, most: int = 4) -> Scheduler:
-    """Of these prompts, in steps of 16 rows."""
+    """Returns a scheduler of these prompts, with steps of 16 rows."""
     plan = Scheduler(PagePool(pages, SIZE), slots=9, context=64, chunk=16, prompts=most)
     for item in prompts:
         plan.add(item if isinstance(item, Sequence) else Sequence(item, limit=8))
@@ -802,7 +804,7 @@ def test_one_that_waits_is_begun_when_another_ends() -> None:
 
 
 def test_the_first_is_prefilled_first() -> None:
-    """Of a higher priority, even before one that is in the middle of it."""
+    """A prompt of a higher priority comes before others, even in the middle of their prefill."""
     world = World(40, chunk=2)
     low = world.add(Sequence([1] * 9, limit=1))
     steps(world, 1)

@@ -448,7 +448,7 @@ def test_responses_are_of_openais_types(address: str) -> None:
     Model.model_validate(json.loads(ask(address, "/v1/models/demo")[1]))
 
 
-# What is refused
+# Requests that are refused
 
 
 @pytest.mark.parametrize(
@@ -567,7 +567,7 @@ def test_what_a_web_page_may_send_is_refused(address: str) -> None:
     assert ask(address, CHAT, body, form)[0].status == 200
 
 
-# What the engine is asked
+# Requests as they reach the engine
 
 
 def test_all_parameters_arrive() -> None:

@@ -470,8 +470,8 @@ def sampler_specs(device: Device) -> Iterator[KernelSpec]:
 @pytest.mark.full
 @pytest.mark.parametrize("all_sizes", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_every_kernel_compiles_for_real_models(device: Device, all_sizes: bool) -> None:
-    """Of kernels that differ in nothing but numbers, one stands for the others; and of the steps of
-    a model every third, the next ones with the next model."""
+    """One kernel stands for all that differ in nothing but numbers; and every third step of a model
+    is compiled, the next ones with the next model."""
     few = Limits()
     many = Limits(1 << 31, 1 << 32, 49152, 1024, storage_buffers=9)
     specs = {KernelSpec.of("fill_random", DTYPE=dtype) for dtype in ("f32", "f16", "bf16")}
@@ -519,7 +519,7 @@ def test_drivers_compile_the_kernels_of_real_models(least_device: Device, shape:
 
 
 def invocations(code: str) -> int:
-    """Of a workgroup: the product of constants."""
+    """Returns how many invocations a workgroup has, a product of constants."""
     (shape,) = re.findall(r"@workgroup_size\(([^)]+)\)", code)
     return math.prod(Declared.of(code).number(side) for side in shape.split(","))
 
@@ -585,7 +585,7 @@ def test_kernels_keep_to_the_limits_of_workgroups(dtype: str, turns: int) -> Non
 
 
 def component_writes(code: str) -> list[str]:
-    """What is assigned to a component of a vector in memory that invocations share."""
+    """Returns the assignments to a component of a vector in memory that invocations share."""
     code = re.sub(r"//.*", "", code)
     vectors = "|".join(["vec", *re.findall(r"^alias (\w+) = vec", code, re.M)])
     index = r"\[(?:[^][]|\[[^][]*\])*\]"

@@ -293,7 +293,7 @@ def test_neighbours_of_other_kinds(engine_of: Callable[..., Engine]) -> None:
 
 @pytest.mark.full
 def test_a_processor_beside_drafts(engine_of: Callable[..., Engine]) -> None:
-    """What the host chooses goes on while tokens of another are drafted."""
+    """An answer whose tokens the host chooses goes on while tokens of another are drafted."""
     engine, ids = engine_of("llama"), prompts_of("llama")[0]
     params = params_of("sampled")
     expected = plainly(engine, [ids], params)
@@ -553,7 +553,7 @@ def test_only_these_ways() -> None:
 
 
 def simply(tokens: Sequence[int], most: int) -> list[int]:
-    """What PromptLookup drafts where it follows no place: found by looking at all of them."""
+    """Returns the draft of a PromptLookup that follows no place yet, by looking at all places."""
     for n in (3, 2):
         for place in range(len(tokens) - 1, n - 1, -1):
             if list(tokens[place - n : place]) == list(tokens[-n:]):
@@ -644,7 +644,7 @@ def measured(plain: dict[int, float], drafted: dict[int, float], **own: Any) -> 
 
 
 def test_as_many_are_drafted_as_pay() -> None:
-    """Of steps of an 8B model on an H200 (scripts/results/batch), in milliseconds."""
+    """Times are of steps of an 8B model on an H200 (scripts/results/batch), in milliseconds."""
     speculation = measured({1: 1.9, 8: 3.2}, {2: 2.6, 4: 2.8, 8: 3.4, 16: 5.1})
     likely = guessing(*(0.9**i for i in range(1, 8)))
     assert speculation.counts([likely]) == [7]
@@ -725,7 +725,7 @@ def test_what_is_measured_loses_nothing(n: int, finds: float) -> None:
         assert speed > 0.87 * max(fixed)
 
 
-# As it is used
+# Speculation through the API
 
 
 @pytest.mark.demo

@@ -184,7 +184,7 @@ DRAFTED = {
     }
 )
 def test_drafted_rows(open_device: OpenDevice, cases: Iterable[Case]) -> None:
-    """Of which some are right, and go into the state with the next step."""
+    """Some of the drafted rows are right, and go into the state with the next step."""
     for case in cases:
         device = open_device(settings_of(case))
         with device.scope():
@@ -268,7 +268,7 @@ def test_a_gate_for_every_value(device: Device, rng: np.random.Generator) -> Non
     assert nmse(y, x / (1 + np.exp(-gate.astype(np.float64)))) <= LIMIT
 
 
-# What an engine reuses. test_engine.py compares the ways of running these models.
+# States that an engine reuses. test_engine.py compares the ways of running these models.
 
 
 @pytest.fixture(scope="module", params=["lfm2", "qwen3_next", "granitemoehybrid_mamba"])

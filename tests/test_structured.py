@@ -59,13 +59,13 @@ TEXTS = Path(__file__).parent / "data" / "text"
 
 
 def every_third(vocab: int, tokens: Sequence[int]) -> NDArray[np.bool_]:
-    """Those that may follow: which, all tokens before say."""
+    """Returns which tokens may follow, as booleans [vocab]: that depends on all tokens before."""
     allowed: NDArray[np.bool_] = (np.arange(vocab) + sum(tokens) + len(tokens)) % 3 == 0
     return allowed
 
 
 class Third:
-    """What follows an answer in place of llguidance."""
+    """A matcher in place of llguidance's, which allows every third token."""
 
     def __init__(self, vocab: int, fails_after: int = 1 << 30, interrupts: int = 1 << 30) -> None:
         """interrupts: of so many tokens, the first time."""
@@ -330,7 +330,7 @@ def test_an_interrupt_in_a_mask_loses_nothing(engine_of: Callable[..., Engine], 
     assert [step.token for step in other] == answer(engine, ids, STEPS).token_ids
 
 
-# What an answer is held to
+# Answers that are held to a schema or a grammar
 
 
 @pytest.fixture(scope="module")
@@ -423,7 +423,7 @@ SCHEMAS: list[dict[str, Any]] = [
 
 
 def error_of(schema: dict[str, Any], text: str) -> str | None:
-    """What is wrong with an answer, formats included."""
+    """Returns jsonschema's message about an answer, formats included; None for a valid one."""
     kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
     validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
     return next((each.message for each in validator.iter_errors(json.loads(text))), None)
@@ -527,7 +527,7 @@ def test_what_else_a_held_answer_is_asked(llm: LLM) -> None:
     whole = llm.chat("Write.", **options)
     assert whole.finish_reason == "stop"
     assert json.loads(whole.text)["value"] in range(10)
-    # The same from the cache, as a stream.
+    # The answer comes again from the cache, as a stream.
     again = llm.stream([{"role": "user", "content": "Write."}], **options)
     assert "".join(map(str, again)) == whole.text
     assert again.result.timings.reused_tokens > 0
@@ -568,7 +568,7 @@ def wide(count: int, **others: Any) -> dict[str, Any]:
 @pytest.mark.demo
 @pytest.mark.parametrize("indent", [None, 2, "\t"])
 def test_as_many_optional_properties_as_are_taken(llm: LLM, indent: int | str | None) -> None:
-    """None of them fails in the middle, however it is written."""
+    """No answer with so many optional properties fails in the middle, however it is written."""
     schema = wide(700, required=[f"property_{i}" for i in range(700 - MOST_OPTIONAL)])
     required = {f"property_{i}": ("", 1, {})[i % 3] for i in range(700 - MOST_OPTIONAL)}
     value = required | {"property_300": "", "property_301": 7, "property_699": ""}
@@ -697,8 +697,8 @@ def test_references_that_lead_to_a_value(llm: LLM) -> None:
 
 @pytest.mark.demo
 def test_a_schema_in_a_file(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `infer run`, for an answer and for a file of prompts, whose lines may have others; and
-    a regular expression and a grammar."""
+    """`infer run` takes a schema, a regular expression or a grammar for an answer and for a file of
+    prompts, whose lines may have their own."""
     monkeypatch.setattr("infer.loading.load", lambda *_, **__: llm)
     monkeypatch.setattr(LLM, "close", lambda _: None)
     schema, wrong, prompts = (tmp_path / name for name in ("s.json", "w.json", "p.jsonl"))

@@ -86,8 +86,8 @@ def test_random_texts_and_ids_live(kind: str) -> None:
 
 FLAGS = {"lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
 MARKED = {"__type": "AddedToken", "content": "<|a|>", "special": True, **FLAGS}
-# What lies beside tokenizer.json, and the ids that tokens get which that has not: the first free
-# one is 400.
+# The content of tokenizer_config.json, and the ids of tokens that tokenizer.json does not have: the
+# first free one is 400.
 BESIDE: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "additional": ({"additional_special_tokens": ["<|x|>", "<|y|>"]}, {"<|x|>": 400, "<|y|>": 401}),
     "extra": ({"extra_special_tokens": ["<|x|>"]}, {"<|x|>": 400}),
@@ -406,7 +406,7 @@ def mixed_text(rng: random.Random, length: int) -> str:
 
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_a_text_in_pieces_has_the_same_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the library makes of the whole at once."""
+    """Tokens are those that the library makes of the whole text at once."""
     backend = BACKENDS[kind]()
     tokenizer, rng = Tokenizer(backend), random.Random(0)
     for piece, overlap, after in ((700, 64, 16), (1500, 256, 32)):
@@ -425,7 +425,7 @@ def test_a_text_in_pieces_has_the_same_tokens(kind: str, monkeypatch: pytest.Mon
 def test_a_long_text_never_is_in_the_library_whole(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which takes 150 bytes for each character of it."""
+    """The library takes 150 bytes for each character of a text."""
     tokenizer, lengths = folder_tokenizer(DATA / kind), list[int]()
     own = tokenizer._backend
 
@@ -506,7 +506,7 @@ def test_stream_of_text_shows_whole_characters_at_once(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama3", "chatml", "gemma"])
 def test_bytes_and_beginnings_of_tokens(kind: str) -> None:
-    """Of parts of characters, too: byte-level and by byte tokens."""
+    """Parts of characters have bytes, too, in byte-level tokens and in byte tokens."""
     tokenizer = folder_tokenizer(DATA / kind)
     text = "Größe, 日本 🙂 👩‍👩‍👧 — naïve. \ufffd"
     ids = tokenizer.encode(text, add_special_tokens=False)

@@ -55,7 +55,7 @@ NOW = {"type": "function", "function": {"name": "now"}}
 ARGUMENTS = '{"city": "Oslo", "days": 3}'
 CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 CALL_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-# As Qwen's: of chats with tools, and of thoughts, which the prompt begins if it is asked to.
+# A template like Qwen's, for chats with tools and thoughts, which the prompt begins if asked to.
 TEMPLATE = """{{ bos_token }}
 {%- if tools %}<|system|>Tools: {% for tool in tools %}{{ tool | tojson }}{% endfor %}
 Write <tool_call>{"name": ..., "arguments": ...}</tool_call><|end|>{% endif %}
@@ -634,7 +634,7 @@ def test_a_stop_string_and_a_limit_within_an_answer(llm: LLM) -> None:
 
 
 def test_special_tokens_of_a_format_are_read(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of other kinds are not shown, as ever."""
+    """Special tokens that are not of the format are not shown, as ever."""
     style = ToolFormat(
         "hermes",
         ("tools",),
@@ -786,7 +786,7 @@ def test_an_agents_request_to_each_family(llm: LLM, name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_answer_of_each_family_that_is_begun(llm: LLM, name: str) -> None:
-    """What is new is text, or what a regular expression holds it to."""
+    """The new part of the answer is text, or what a regular expression holds it to."""
     begun = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is"}]
     options: dict[str, Any] = {"template_args": dict(FAMILIES[name].template_args)}
     options["continue_final_message"] = True

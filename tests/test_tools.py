@@ -364,7 +364,7 @@ CASES = {
         [OSLO],
         reasoning="I look.",
     ),
-    # What is none
+    # Text that is no call
     "text": Case(
         HERMES, "  Two lines,\n\n and <b>tags</b>. \n", text="  Two lines,\n\n and <b>tags</b>. \n"
     ),
@@ -400,7 +400,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 def cut_off(case: Case, pieces: list[str]) -> tuple[Pieces, list[ToolCall]]:
-    """What an answer is that a limit ends, and those of its calls that are whole."""
+    """Returns the pieces of an answer that a limit ends, and those of its calls that are whole."""
     parser = AnswerParser(answer_style(case.sign), FUNCTIONS, thinking=case.thinking)
     whole, calls = Pieces(), list[ToolCall]()
     for told in (*map(parser.add, pieces), parser.finish(cut=True)):
@@ -584,7 +584,7 @@ def test_what_a_grammar_allows_is_read(format: ToolFormat, choice: str) -> None:
 
 
 def keywords(format: ToolFormat) -> dict[str, Any]:
-    """What the parser of a format is given."""
+    """Returns the keyword arguments of a format's parser."""
     return format.read.keywords if isinstance(format.read, partial) else {}
 
 
@@ -767,7 +767,7 @@ def test_a_value_that_holds_its_end_comes_whole(format: ToolFormat) -> None:
         answer = written(format, given)
         assert read(format, answer, schema) == given
         assert accepts(grammar, answer)
-    # What would be read as an end cannot be written as text.
+    # Text that would be read as an end cannot be written.
     if own := TAGS.get(format.name):
         wrong = {"a": f"x{own.value_end}\n{own.call_end} y"}
         assert not accepts(grammar, written(format, wrong))
@@ -873,7 +873,7 @@ def hold_to_jsonschema(format: ToolFormat, seeds: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda each: each.name)
 def test_an_optional_enum_of_pydantic(format: ToolFormat) -> None:
-    """As `Optional[Colour]` is described, with titles and the default."""
+    """pydantic describes `Optional[Colour]` like this, with titles and the default."""
     own = {"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}], "default": None, "title": "C"}
     schema = {"$defs": DEFINED, "type": "object", "properties": {"c": own}, "required": ["c"]}
     if format in NOT_JSON:
@@ -907,7 +907,8 @@ def test_an_optional_enum_of_pydantic(format: ToolFormat) -> None:
 def test_what_cannot_be_held_is_refused_by_name(
     format: str, own: dict[str, Any], message: str
 ) -> None:
-    """Of strict functions. Of others it is not held, and all else is."""
+    """A strict function with such an argument is refused. For others that argument alone is not
+    held to its schema."""
     (found,) = (each for each in FORMATS if each.name == format)
     properties = {"a": own, "b": {"type": "integer"}}
     schema = {"type": "object", "properties": properties, "required": ["a", "b"]}
@@ -934,7 +935,7 @@ def test_names_that_a_format_cannot_write(format: ToolFormat) -> None:
 
 @pytest.mark.parametrize("format", NOT_JSON, ids=lambda each: each.name)
 def test_arguments_that_no_schema_names(format: ToolFormat) -> None:
-    """Of objects that may have any, and of functions whose schema is not known."""
+    """Objects may have any arguments, and so have functions whose schema is not known."""
     given = {"first": "x", "second": 3, "third": {"a": [None]}}
     free = {"type": "object", "additionalProperties": True}
     unknown = {"type": "object", "properties": {"a": {"not": {"type": "null"}}}}
@@ -947,7 +948,7 @@ def test_arguments_that_no_schema_names(format: ToolFormat) -> None:
     answer = written(format, {"n": 1, "first": "1", "second": "2"})
     assert accepts(grammar, answer)
     assert read(format, answer, schema) == {"n": 1, "first": "1", "second": "2"}
-    # What a part of the schema says of properties is not lost for another part.
+    # The properties in one part of the schema are not lost where another part has others.
     parts = {"allOf": [{"properties": {"b": {"type": "string"}}, "required": ["b"]}]}
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, **parts}
     assert accepts(grammar_of(format, schema), written(format, {"b": "2"}))
@@ -1050,7 +1051,7 @@ def test_markers_that_are_tokens(format: ToolFormat, special: bool) -> None:
 
 @pytest.mark.parametrize("special", [True, False])
 def test_a_marker_with_a_token_in_it(special: bool) -> None:
-    """What it begins with is text as long as the token does not follow."""
+    """The beginning of the marker is text as long as the token does not follow."""
     tokenizer = demo_tokenizer(
         {"<|stop|>": True, DSML: special}, ["<|stop|>"], f"{{{{ tools }}}}<{DSML}"
     )
