@@ -149,12 +149,12 @@ class AsyncStream(Uncopied, AsyncIterator[PieceT], Generic[PieceT, ResultT]):
 
     @property
     def result(self) -> ResultT:
-        """What was generated, as `Stream.result` returns it. Raises InferError before the end."""
+        """The result, as of `Stream.result`. Raises InferError before the stream has ended."""
         return self._stream.result
 
     @property
     def so_far(self) -> ResultT:
-        """What has been generated until now, as `Stream.so_far` returns it."""
+        """The result of all that has been generated until now, as of `Stream.so_far`."""
         return self._stream.so_far
 
     def begin(self) -> asyncio.Queue[PieceT | _End]:

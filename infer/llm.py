@@ -765,7 +765,8 @@ class LLM(Uncopied):
         template_args: Mapping[str, Any],
         add_special_tokens: bool = True,
     ) -> Iterator[list[int]]:
-        """As `encode`, of a long prompt a piece at a time: see `Tokenizer.encode_pieces`.
+        """Yields the ids of a prompt, of a long one a piece at a time, as `Tokenizer.encode_pieces`
+        does.
 
         add_special_tokens: those that a text begins and ends with.
         """

@@ -420,7 +420,7 @@ def test_threads_share_the_steps(engine_of: Callable[..., Engine]) -> None:
 
 
 class EnoughError(Exception):
-    """What a logits processor raises."""
+    """The error that a logits processor raises."""
 
 
 @dataclass
@@ -515,7 +515,8 @@ class Soak:
 
 
 def resident_bytes() -> int:
-    """Of this process, with what the driver has, where Linux says so; else 0."""
+    """Returns the memory in bytes of this process, the driver's included, where Linux tells; else
+    0."""
     file = Path("/proc/self/statm")
     return int(file.read_text().split()[1]) * 4096 if file.exists() else 0
 

@@ -159,8 +159,7 @@ def test_what_is_cached_is_drafted_from(engine_of: Callable[..., Engine]) -> Non
 def test_prompts_are_computed_together(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many prompts are read in a step as share one of the other model; their common part
-    once."""
+    """A step reads as many prompts as share a step of the other model; their common part once."""
     engine, ids = engine_of("llama"), prompts_of("llama")[0]
     begin = (ids * 3)[:PAGE]
     prompts = [[*begin, *ids[i : 2 * i + 3]] for i in range(4)]

@@ -86,8 +86,8 @@ def test_random_texts_and_ids_live(kind: str) -> None:
 
 FLAGS = {"lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
 MARKED = {"__type": "AddedToken", "content": "<|a|>", "special": True, **FLAGS}
-# The content of tokenizer_config.json, and the ids of tokens that tokenizer.json does not have: the
-# first free one is 400.
+# The content of files beside tokenizer.json, and the ids of tokens that only these have: the first
+# free one is 400.
 BESIDE: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "additional": ({"additional_special_tokens": ["<|x|>", "<|y|>"]}, {"<|x|>": 400, "<|y|>": 401}),
     "extra": ({"extra_special_tokens": ["<|x|>"]}, {"<|x|>": 400}),

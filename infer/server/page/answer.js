@@ -36,7 +36,7 @@ function asked(chat, model) {
   return { ...other, model, ...promptOf(chat, model), ...own, stream: true, stream_options: { include_usage: true } };
 }
 
-/** What is answered, or goes on: an answer that has only begun is no part of it. */
+/** The messages, or the text, that a request sends: an answer that has only begun is no part of them. */
 function promptOf(chat, model) {
   if (continues.has(model)) return { prompt: pathOf(chat).map(textOf).join("") };
   const messages = sentMessages(chat);

@@ -7,7 +7,7 @@ import { number } from "./format.js";
 
 let attached = [];
 
-/** What is attached, which then is no more. */
+/** Returns the attached files, and detaches them. */
 export function takeFiles() {
   const taken = attached;
   attached = [];

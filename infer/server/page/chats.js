@@ -7,7 +7,7 @@ export function newChat({ model = null, settings = {} } = {}) {
   return { id, model, settings: { ...settings }, ...nothing };
 }
 
-/** What the page shows, and what it knows of the server. */
+/** The state of the page: the conversation that it shows, and what it knows of the server. */
 export const app = {
   models: [],
   serverError: null, // why the models are not known

@@ -4,7 +4,7 @@ import { number } from "./format.js";
 
 const LARGEST = 1_000_000; // bytes
 
-/** What a model gets of a message: its files, each fenced as code, and then what was written. */
+/** The text of a message as a model gets it: its files, each fenced as code, and then what was written. */
 export const textOf = ({ content, files = [] }) => [...files.map(fencedFile), content].filter(Boolean).join("\n\n");
 
 function fencedFile({ name, text }) {

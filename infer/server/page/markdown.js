@@ -33,7 +33,7 @@ export class Markdown {
     for (const { node } of this.shown.splice(index)) node.remove();
   }
 
-  /** What a screen reader says of a block. */
+  /** The text that a screen reader says for a block. */
   said(index) {
     const { kind, node } = this.shown[index];
     return kind === "code" ? `${node.querySelector("pre").getAttribute("aria-label")}.` : node.textContent;

@@ -12,7 +12,7 @@ import { speak } from "./speech.js";
 import { saveChat } from "./store.js";
 import { addMessage, turnTo, versionsOf } from "./tree.js";
 
-/** What an answer took, in a line whose parts are explained where the pointer rests on them. */
+/** The tokens and the time of an answer, in a line whose parts are explained where the pointer rests on them. */
 function statsNode({ tokens, about, first, seconds: took }) {
   const parts = [[`${about ? "about " : ""}${number.format(tokens)} ${tokens === 1 ? "token" : "tokens"}`,
     "How long the answer is, with what was thought before it. A token is a part of a word, or a short word."]];
@@ -188,7 +188,7 @@ class Answer extends View {
     this.reasoning.show(message.reasoning);
   }
 
-  /** What stands below an answer that has ended. */
+  /** Returns the elements below an answer that has ended. */
   ended() {
     const { chat, message } = this;
     const acts = this.isLast && this.isIdle;

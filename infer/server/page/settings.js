@@ -39,7 +39,7 @@ $("settings-form").addEventListener("input", () => {
   if (app.here.messages.length) saveChat(app.here);
 });
 
-/** What a field says; as long as that is not valid, what counted before. */
+/** The value of a field; as long as that is not valid, the value before. */
 function settingOf(name) {
   const field = fields[name];
   if (!field.value.trim() && !field.validity.badInput) return undefined;

@@ -18,7 +18,7 @@ const SHORTCUTS = [
   ["Show this list", ["?"]],
 ];
 
-/** What a key does, other than in the field that has the focus; null for nothing. */
+/** The action of a key, besides that in the field that has the focus; null for none. */
 function actionOf(event) {
   const { key, shiftKey, target } = event;
   const hasMain = (isMac ? event.metaKey : event.ctrlKey) && !event.altKey;

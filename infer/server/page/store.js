@@ -88,7 +88,7 @@ export async function loadChats() {
   return found;
 }
 
-/** What localStorage still has: names, and the conversations that are under them. */
+/** Yields the conversations that localStorage still has, each with the name that it is under. */
 function* oldChats() {
   let names = [];
   try { names = Object.keys(localStorage).filter((name) => name.startsWith(OLD)); } catch { /* it keeps nothing */ }

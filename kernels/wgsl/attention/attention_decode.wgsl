@@ -292,7 +292,7 @@ fn cluster_add(value: f32) -> f32 {
 }
 #if ROW_NORM
 
-// What vector i of a row adds to the squares of the queries and of the keys.
+// The sums that vector i of a row adds to the squares of the queries and of the keys.
 fn squares_at(i: u32, vector: vec4<f32>) -> vec2<f32> {
   let is_query = i < QUERIES;
   let is_key = i < QUERIES + KEYS && !is_query;
