@@ -217,7 +217,8 @@ def embed(
         del kept
 
 
-show_options(Options, generate, stream)
+show_options(Options, generate, chat, stream)
+show_options(EmbedOptions, embed)
 
 
 def _split(

@@ -541,8 +541,8 @@ class LLM(Uncopied):
         params.check_tokens(self._engine.vocab_size)
         if params.allowed_token_ids is not None and params.constrained:
             raise RequestError(
-                "allowed_token_ids leave no room for an answer by a schema, a regex, choices or a "
-                "grammar: give one of them."
+                "`allowed_token_ids` leave no room for an answer by a schema, a regex, choices or "
+                "a grammar: give one of them."
             )
         return params
 
@@ -553,13 +553,13 @@ class LLM(Uncopied):
         stop_ids = sorted({*ends, *params.stop_token_ids})
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
-                f"stop_token_ids must be at most {MAX_STOP_IDS - len(ends)} token ids, not "
+                f"`stop_token_ids` must be at most {MAX_STOP_IDS - len(ends)} token ids, not "
                 f"{len(params.stop_token_ids)}."
             )
         allowed = params.allowed_token_ids
         if params.min_tokens and allowed is not None and {*allowed} <= {*stop_ids}:
             raise RequestError(
-                "min_tokens asks for tokens that end nothing, and allowed_token_ids have none."
+                "`min_tokens` asks for tokens that end nothing, and `allowed_token_ids` have none."
             )
         return stop_ids
 
@@ -1155,7 +1155,15 @@ def listed(prompt: Any) -> Any:
     return list(prompt) if isinstance(prompt, Iterable) else prompt
 
 
-show_options(AnswerOptions, LLM.generate, LLM.chat, LLM.stream, LLM.agenerate, LLM.astream)
+show_options(
+    AnswerOptions,
+    LLM.generate,
+    LLM.chat,
+    LLM.stream,
+    LLM.agenerate,
+    LLM.achat,
+    LLM.astream,
+)
 
 
 def are_several(prompt: Any) -> bool:
@@ -1256,7 +1264,7 @@ def _check_salt(cache_salt: object) -> None:
 def _check_timeout(timeout: object) -> None:
     is_number = isinstance(timeout, Real) and not isinstance(timeout, bool | np.bool_)
     if not (timeout is None or (is_number and 0 < float(timeout) < math.inf)):  # type: ignore[arg-type]
-        raise RequestError(f"timeout must be a positive number of seconds, not {shown(timeout)}.")
+        raise RequestError(f"`timeout` must be a positive number of seconds, not {shown(timeout)}.")
 
 
 def _check_template_args(template_args: object) -> None:

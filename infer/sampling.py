@@ -433,8 +433,8 @@ def _checked_words(words: object) -> tuple[str | tuple[int, ...], ...]:
         for word in listed
     ):
         raise RequestError(
-            "bad_words must be a list of texts, or of lists of token ids, none of them empty, not "
-            f"{shown(words)}."
+            "`bad_words` must be a list of texts, or of lists of token ids, none of them empty, "
+            f"not {shown(words)}."
         )
     return tuple(word if isinstance(word, str) else tuple(map(int, word)) for word in listed)
 
@@ -446,7 +446,7 @@ def _checked_choices(choices: object) -> tuple[str, ...] | None:
         choices and all(isinstance(choice, str) and choice for choice in choices)
     ):
         raise RequestError(
-            f"choices must be a list of texts, at least one, none empty, not {shown(choices)}."
+            f"`choices` must be a list of texts, at least one, none empty, not {shown(choices)}."
         )
     _check_length("choices", "".join(choices))
     return tuple(choices)

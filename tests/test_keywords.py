@@ -61,8 +61,10 @@ def test_options_of_both_are_those_of_load_and_stream() -> None:
         (infer.LLM.chat, AnswerOptions),
         (infer.LLM.stream, AnswerOptions),
         (infer.LLM.agenerate, AnswerOptions),
+        (infer.LLM.achat, AnswerOptions),
         (infer.LLM.astream, AnswerOptions),
         (infer.generate, Options),
+        (infer.chat, Options),
         (infer.stream, Options),
     ],
 )
