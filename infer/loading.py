@@ -21,7 +21,7 @@ from infer.foreign import shown
 from infer.generation_config import notes, sampling_defaults
 from infer.hub import ResolvedModel, resolve, resolve_adapter
 from infer.kernels.errors import RequestError, UnsupportedError
-from infer.kernels.gpu.adapters import check_precision, choose_adapter
+from infer.kernels.gpu.adapters import check_precision, choose_adapter, software_note
 from infer.kernels.gpu.device import Device, Settings, enough_threads
 from infer.kernels.gpu.tensor import QUANTIZED, GpuTensor
 from infer.kernels.state.kv_cache import KV_DTYPES
@@ -122,8 +122,8 @@ def load(
     engine: other fields of EngineOptions.
 
     Raises ModelError, TokenizerError, DeviceError, RequestError, OutOfMemoryError. Warns with an
-    InferWarning of what generation_config.json asks for and is not implemented, and where the files
-    of a model contradict each other.
+    InferWarning of an adapter that is software, of what generation_config.json asks for and is not
+    implemented, and where the files of a model contradict each other.
     """
     if not (engine is None or isinstance(engine, Mapping)) or not all(
         isinstance(name, str) for name in engine or ()
@@ -171,6 +171,8 @@ def load(
             return _isolated(resolved, asked, template, report)
         always, named = open_adapters(adapter, adapters, offline, fetched)
         gpu = choose_adapter(device, webgpu, precision)
+        if gpu.kind == "software":
+            warn(software_note(gpu))
         way = way_to_speculate(speculate, draft)
         drafts = way if draft is None else "draft"
         files = _Files.open(resolved, converted, always, named, drafts, template)

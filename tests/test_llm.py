@@ -612,7 +612,18 @@ def test_what_the_generation_config_asks_in_vain_is_warned_of(
     path.write_text(json.dumps({"num_beams": 4, "typical_p": 0.9, "length_penalty": 2.0}))
     with pytest.warns(infer.InferWarning, match=r"num_beams 4, typical_p 0\.9\.") as caught:
         infer.load(folder, isolate=isolate).close()
-    assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
+    of_software = [w for w in caught if "is a software adapter" in str(w.message)]
+    assert len(caught) == 1 + len(of_software)
+    assert {Path(warning.filename).name for warning in caught} == {Path(__file__).name}
+
+
+@pytest.mark.parametrize("isolate", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_software_adapter_is_warned_of(llm: LLM, isolate: bool) -> None:
+    if not llm.device.software:
+        pytest.skip("this adapter is a GPU")
+    with pytest.warns(infer.InferWarning, match="computes on the CPU, slowly") as caught:
+        infer.load("demo", isolate=isolate).close()
+    assert len(caught) == 1
 
 
 def test_parts_are_their_text(llm: LLM) -> None:

@@ -39,6 +39,7 @@ from infer.bench.measure import (
     drafts_positions,
 )
 from infer.bench.report import BenchReport
+from infer.calls import warn
 from infer.engine.draft import Loaded
 from infer.engine.engine import Engine
 from infer.engine.options import MAX_BATCH, EngineOptions
@@ -46,7 +47,7 @@ from infer.engine.speculation import MAX_DRAFT
 from infer.hub import resolve_adapter
 from infer.inspection import inspect_model
 from infer.kernels.errors import OutOfMemoryError, RequestError
-from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter
+from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, software_note
 from infer.kernels.gpu.bandwidth import copy_bandwidth
 from infer.kernels.gpu.device import Device, Limits
 from infer.kernels.gpu.tensor import GpuTensor
@@ -346,6 +347,8 @@ def open_engine(
             drafts = Draft(draft, smaller, plan)
         sizes = needed, max_batch, speculate, invariant
         gpu = choose_adapter(device, webgpu, precision)
+        if gpu.kind == "software":
+            warn(software_note(gpu))
         return _random(shape, gpu, context, stored, kv_dtype, format, *sizes, drafts)
     raise RequestError(
         "Give either a model or a shape (infer bench demo, infer bench --shape llama-3.2-1b); a "

@@ -509,11 +509,6 @@ def run(
             )
         with llm:
             params = params.resolved(llm.defaults)
-            if llm.device.software and not quiet:
-                note(
-                    f"note: {llm.device.adapter.name} is a software adapter: it computes on the "
-                    "CPU, slowly"
-                )
             if file is not None:
                 loading = report.Loading(time.perf_counter() - begin, progress.waiting)
                 if verbose:
@@ -997,7 +992,7 @@ def bench(
                 note(test)
             last = test
 
-        with ProgressLine() as line:
+        with warnings_as_notes(False), ProgressLine() as line:
             result = benchmark.run_bench(
                 model,
                 shape,

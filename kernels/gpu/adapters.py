@@ -75,6 +75,11 @@ class MemoryInfo:
     free: int | None
 
 
+def software_note(adapter: AdapterInfo) -> str:
+    """What users of a software adapter are told."""
+    return f"{adapter.name} is a software adapter: it computes on the CPU, slowly."
+
+
 def list_adapters(webgpu: str | None = None) -> list[AdapterInfo]:
     """All usable adapters of a WebGPU library, best first: discrete, integrated, other, software.
 
