@@ -121,5 +121,5 @@ class Uncopied:
 
 
 class InferWarning(_Marked, UserWarning):
-    """A model asks for something that changes its answers and is not implemented, or its chat
-    template leaves out a part of a chat."""
+    """A model asks for something that changes its answers and is not implemented, its chat template
+    leaves out a part of a chat, or the adapter is software, which computes slowly."""
