@@ -33,8 +33,8 @@ def is_id(value: object) -> bool:
 
 
 def answer_state(answer: dict[str, Any]) -> tuple[Id, bool]:
-    """Whose answer it is, and whether it is an error. Raises ValueError, TypeError or LookupError
-    for what is no answer."""
+    """Returns the id of the request that a line answers, and whether the answer is an error. Raises
+    ValueError, TypeError or LookupError for a line that is no answer."""
     if "custom_id" in answer:
         return str(answer["custom_id"]), answer["response"]["status_code"] != 200
     key, failed = answer["id"], "error" in answer

@@ -87,6 +87,7 @@ from infer.progress import (
 )
 
 if TYPE_CHECKING:
+    from infer.kernels.gpu.adapters import AdapterInfo
     from infer.llm import LLM, Stream
     from infer.results import Result
 
@@ -786,6 +787,7 @@ def info(
                 offline=offline,
                 progress=line.loading,
             )
+        _note_software(found.adapter)
         show(ModelReport(found), as_json)
 
 
@@ -824,11 +826,20 @@ def devices(
 
         if check:
             used = choose_adapter(device, webgpu)
+            _note_software(used)
             with ProgressLine() as progress:
                 checks = check_kernels(used, progress.show)
             show(checks, as_json)
             raise typer.Exit(0 if checks.ok else 1)
         show(Adapters.find(device, webgpu), as_json)
+
+
+def _note_software(adapter: AdapterInfo | None) -> None:
+    """Prints the note of a software adapter, for commands that load no model."""
+    from infer.kernels.gpu.adapters import software_note
+
+    if adapter is not None and adapter.kind == "software":
+        note(f"note: {software_note(adapter)}")
 
 
 @app.command(

@@ -32,7 +32,7 @@ _KNOWN = (
     "str, int, float, bool, list, dict, tuple, date, time, datetime, Any, an Enum, a dataclass, "
     "Literal, these or None, or what pydantic 2 knows, if it is installed"
 )
-# Whose annotations and metadata pydantic reads.
+# The modules whose annotations and metadata pydantic reads.
 _PYDANTIC = ("pydantic", "pydantic_core", "annotated_types")
 _LISTS = (list, Sequence, Collection, Iterable)
 _OBJECTS = (dict, Mapping, MutableMapping)

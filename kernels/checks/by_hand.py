@@ -312,7 +312,7 @@ def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def _with_number(name: str, value: Any, arrays: int) -> tuple[Any, list[tuple[int, ...]]]:
-    """So many arrays and a number, and the shapes of the arrays."""
+    """Returns `value`, which must be so many arrays and then a number, and the arrays' shapes."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != arrays + 1:
         wanted = "an array and a number" if arrays == 1 else f"{arrays} arrays and a number"
         raise ShaderError(f"{name} must be {wanted}")

@@ -76,7 +76,7 @@ class MemoryInfo:
 
 
 def software_note(adapter: AdapterInfo) -> str:
-    """What users of a software adapter are told."""
+    """Returns the sentence that tells users of a software adapter what it is."""
     return f"{adapter.name} is a software adapter: it computes on the CPU, slowly."
 
 
