@@ -68,7 +68,8 @@ _JOINED = 700  # positions
 
 
 def attention_tuning(device: Device, joined: bool) -> Tuning:
-    """The rules of this device, but that attention joins a short context, as on a GPU, or none."""
+    """The rules of this device without its matrices (test_attention_matrix.py has those), but that
+    attention joins a short context, as on a GPU, or none."""
 
     class Joined(Tuning):
         def choose(self, rule: Any, *call: Any) -> Any:
@@ -77,7 +78,9 @@ def attention_tuning(device: Device, joined: bool) -> Tuning:
             one = replace(call[0], heads=1, splits=1, min_split=_JOINED, max_split=_JOINED)
             return one if joined else None
 
-    return Joined(device)
+    tuning = Joined(device)
+    tuning.matrices = ()
+    return tuning
 
 
 def attention_error(
