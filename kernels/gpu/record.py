@@ -155,6 +155,7 @@ class RawQueue:
                 CopyItem(source.handle, start, to.handle, at, nbytes)
                 for (source, start), (to, at), nbytes in copies
             ],
+            ahead=finish,
         )
         recorded = Recorded(encoder, is_finished=False)
         if finish:

@@ -166,10 +166,15 @@ class NativeDevice(ABC):
         message, for code that does not compile."""
 
     def record(
-        self, parts: Iterable[tuple[Sequence[Item], Sequence[Size]]], copies: Iterable[CopyItem]
+        self,
+        parts: Iterable[tuple[Sequence[Item], Sequence[Size]]],
+        copies: Iterable[CopyItem],
+        *,
+        ahead: bool = False,
     ) -> Any:
         """A C encoder with one compute pass of all parts, and the copies after it. A part is its
-        dispatches, and the sizes that these refer to."""
+        dispatches, and the sizes that these refer to. ahead: the GPU may have nothing to do while
+        the step is submitted."""
         lib, null = self.lib, self.ffi.NULL
         set_pipeline = lib.wgpuComputePassEncoderSetPipeline
         set_bind_group = lib.wgpuComputePassEncoderSetBindGroup
@@ -215,8 +220,8 @@ class NativeDevice(ABC):
 
     @abstractmethod
     def submit(self, commands: Any) -> Any:
-        """Submit a C command buffer, which stays the caller's to release; returns what `wait`
-        takes. Raises an error of the library."""
+        """Submit a C command buffer, or what `finish` returned, which stays the caller's to
+        release; returns what `wait` takes. Raises an error of the library."""
 
     @abstractmethod
     def wait(self, submission: Any = None) -> None:
