@@ -192,6 +192,24 @@ def test_answers_are_those_without_drafts(
     assert_same_with_drafts(engine_of(case), case, pattern)
 
 
+def test_a_step_may_be_two_submissions(
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which Dawn makes of a long step that is recorded ahead, here any library of any such step."""
+    engine = engine_of("llama")
+    native = engine.device.native
+    submit, counts = native.submit, set[int]()
+
+    def noted(commands: Sequence[Any]) -> Any:
+        counts.add(len(commands))
+        return submit(commands)
+
+    monkeypatch.setattr(native, "submit", noted)
+    monkeypatch.setattr(native, "submitted_first", 3)
+    assert_same_with_drafts(engine, "llama", "mixed")
+    assert counts == {1, 2}
+
+
 @others_full("pattern", PATTERNS, ["mixed"])
 @others_full("case", STATES, ["qwen3_next"])
 def test_a_state_takes_in_what_was_right(

@@ -89,7 +89,7 @@ class _Staging:
             )
             nbytes += command.nbytes
         commands = encoder.finish()  # held in a name: it is released once Python has forgotten it
-        self._submission = self.device.native.submit(pointer(commands))
+        self._submission = self.device.native.submit([pointer(commands)])
         return nbytes
 
 

@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -18,12 +18,9 @@ from infer.kernels.gpu.native.library import (
     MATRICES,
     READ,
     BufferMapping,
-    CopyItem,
-    Item,
     Library,
     MatrixShape,
     NativeDevice,
-    Size,
     pointer,
 )
 
@@ -35,9 +32,6 @@ _SLOW = ("timestamp_quantization",)
 _OWN_NAMES = {MATRICES: "chromium-experimental-subgroup-matrix"}
 # Always asked for: without it no two threads may call Dawn at once.
 _THREADS = "implicit-device-synchronization"
-# Dispatches of a step recorded ahead that are submitted first, so that the GPU has work while the
-# others are: Dawn makes the driver's commands in submitting (0.7 ms for 230 dispatches).
-_FIRST = 40
 # Nanoseconds after which a wait lets Python look for Ctrl-C.
 _PATIENCE = 100_000_000
 
@@ -211,6 +205,8 @@ class _Mapping(BufferMapping):
 class _Device(NativeDevice):
     lib, ffi = lib, ffi
     timestamp_period = 1e-9
+    # Dawn makes the driver's commands of a step when it is submitted, not when it is finished.
+    submitted_first = 40
 
     def __init__(self, library: Library, handle: Any, features: Sequence[str]) -> None:
         super().__init__(library, handle)
@@ -230,46 +226,11 @@ class _Device(NativeDevice):
     def module(self, code: str, label: str, *, bounds_checks: bool) -> Any:
         return self.handle.create_shader_module(label=label, code=f"{self._prelude}\n{code}")
 
-    def record(
-        self,
-        parts: Iterable[tuple[Sequence[Item], Sequence[Size]]],
-        copies: Iterable[CopyItem],
-        *,
-        ahead: bool = False,
-    ) -> list[Any]:
-        """Returns one encoder or, of a long step that is recorded ahead, two."""
-        parts = list(parts)
-        if not ahead or sum(len(items) for items, _ in parts) < 2 * _FIRST:
-            return [super().record(parts, copies)]
-        first, rest, left = [], [], _FIRST
-        for items, sizes in parts:
-            first.append((items[:left], sizes))
-            rest.append((items[left:], sizes))
-            left = max(0, left - len(items))
-        encoder = super().record(first, ())
-        try:
-            return [encoder, super().record(rest, copies)]
-        except BaseException:
-            lib.wgpuCommandEncoderRelease(encoder)
-            raise
+    def _finish(self, encoder: Any) -> Any:
+        return _api.libf.wgpuCommandEncoderFinish(encoder, ffi.NULL)
 
-    def finish(self, encoder: list[Any]) -> list[Any]:
-        finished: list[Any] = []
-        try:
-            finished.extend(_api.libf.wgpuCommandEncoderFinish(each, ffi.NULL) for each in encoder)
-        except BaseException:
-            self.drop(finished, is_finished=True)
-            raise
-        finally:
-            self.drop(encoder, is_finished=False)
-        return finished
-
-    def drop(self, recorded: list[Any], *, is_finished: bool) -> None:
-        for each in recorded:
-            super().drop(each, is_finished=is_finished)
-
-    def submit(self, commands: Any) -> int:
-        for each in commands if isinstance(commands, list) else [commands]:
+    def submit(self, commands: Sequence[Any]) -> int:
+        for each in commands:
             self._commands[0] = each
             _api.libf.wgpuQueueSubmit(self._queue, 1, self._commands)
         return self._submitted()

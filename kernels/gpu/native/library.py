@@ -149,6 +149,9 @@ class NativeDevice(ABC):
 
     lib: Any
     ffi: Any
+    submitted_first = 0
+    """Dispatches of a step recorded ahead that are a submission of their own, 0 for none: the GPU
+    has these to do while the library submits the others."""
 
     def __init__(self, library: Library, handle: Any) -> None:
         self.library, self.handle = library, handle
@@ -171,10 +174,31 @@ class NativeDevice(ABC):
         copies: Iterable[CopyItem],
         *,
         ahead: bool = False,
+    ) -> list[Any]:
+        """C encoders of a step, each to be a submission: one compute pass of all parts, and the
+        copies after it. A part is its dispatches, and the sizes that these refer to. ahead: the GPU
+        has nothing to do once the step is submitted, so that a long one may become two encoders."""
+        parts = list(parts)
+        count = sum(len(items) for items, _ in parts)
+        if not (ahead and 0 < 2 * self.submitted_first <= count):
+            return [self._encode(parts, copies)]
+        first, rest, left = [], [], self.submitted_first
+        for items, sizes in parts:
+            first.append((items[:left], sizes))
+            rest.append((items[left:], sizes))
+            left = max(0, left - len(items))
+        encoders = [self._encode(first, ())]
+        try:
+            encoders.append(self._encode(rest, copies))
+        except BaseException:
+            self.drop(encoders, is_finished=False)
+            raise
+        return encoders
+
+    def _encode(
+        self, parts: Iterable[tuple[Sequence[Item], Sequence[Size]]], copies: Iterable[CopyItem]
     ) -> Any:
-        """A C encoder with one compute pass of all parts, and the copies after it. A part is its
-        dispatches, and the sizes that these refer to. ahead: the GPU may have nothing to do while
-        the step is submitted."""
+        """A C encoder of these parts and copies."""
         lib, null = self.lib, self.ffi.NULL
         set_pipeline = lib.wgpuComputePassEncoderSetPipeline
         set_bind_group = lib.wgpuComputePassEncoderSetBindGroup
@@ -206,22 +230,35 @@ class NativeDevice(ABC):
             raise
         return encoder
 
-    @abstractmethod
-    def finish(self, encoder: Any) -> Any:
-        """The C command buffer of an encoder, which is released. Raises an error of the library,
-        as on a lost device."""
+    def finish(self, encoders: Sequence[Any]) -> list[Any]:
+        """The C command buffers of encoders, which are released. Raises an error of the library, as
+        on a lost device."""
+        commands: list[Any] = []
+        try:
+            commands.extend(self._finish(each) for each in encoders)
+        except BaseException:
+            self.drop(commands, is_finished=True)
+            raise
+        finally:
+            self.drop(encoders, is_finished=False)
+        return commands
 
-    def drop(self, recorded: Any, *, is_finished: bool) -> None:
-        """Release a C command buffer, or, if it is not finished, an encoder."""
-        if is_finished:
-            self.lib.wgpuCommandBufferRelease(recorded)
-        else:
-            self.lib.wgpuCommandEncoderRelease(recorded)
+    @abstractmethod
+    def _finish(self, encoder: Any) -> Any:
+        """The C command buffer of an encoder, which stays the caller's to release."""
+
+    def drop(self, recorded: Iterable[Any], *, is_finished: bool) -> None:
+        """Release C command buffers, or, if they are not finished, encoders."""
+        for each in recorded:
+            if is_finished:
+                self.lib.wgpuCommandBufferRelease(each)
+            else:
+                self.lib.wgpuCommandEncoderRelease(each)
 
     @abstractmethod
-    def submit(self, commands: Any) -> Any:
-        """Submit a C command buffer, or what `finish` returned, which stays the caller's to
-        release; returns what `wait` takes. Raises an error of the library."""
+    def submit(self, commands: Sequence[Any]) -> Any:
+        """Submit C command buffers, one after the other. They stay the caller's to release. Returns
+        what `wait` takes. Raises an error of the library."""
 
     @abstractmethod
     def wait(self, submission: Any = None) -> None:

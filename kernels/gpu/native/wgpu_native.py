@@ -190,21 +190,22 @@ class _Device(NativeDevice):
         )
         return GPUShaderModule(label, module, self.handle)
 
-    def finish(self, encoder: Any) -> Any:
+    def _finish(self, encoder: Any) -> Any:
         _api.error_handler.capture("finish")
         try:
             commands = lib.wgpuCommandEncoderFinish(encoder, ffi.NULL)
         finally:
             failed = _api.error_handler.release("finish")
-            lib.wgpuCommandEncoderRelease(encoder)
         if failed is not None:  # the library would end the process when it is submitted
             lib.wgpuCommandBufferRelease(commands)
             raise wgpu.GPUError(failed[1])
         return commands
 
-    def submit(self, commands: Any) -> int:
-        self._commands[0] = commands
-        return int(lib.wgpuQueueSubmitForIndex(self._queue, 1, self._commands))
+    def submit(self, commands: Sequence[Any]) -> int:
+        for each in commands:
+            self._commands[0] = each
+            index = int(lib.wgpuQueueSubmitForIndex(self._queue, 1, self._commands))
+        return index
 
     def wait(self, submission: int | None = None) -> None:
         _wait(self._device, self._index, submission)
