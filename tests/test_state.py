@@ -140,6 +140,16 @@ def test_ssm_scan(open_device: OpenDevice, rng: np.random.Generator, cases: Iter
         assert ssm_scan_error(open_device(settings_of(case)), rng, case) <= LIMIT, case
 
 
+def test_small_steps_of_time_are_exact(device: Device, rng: np.random.Generator) -> None:
+    """softplus(dt) is nearly exp(dt) then, which 1 + exp(dt) would have lost."""
+    x, z = rng.standard_normal((2, 1, 2, 8), np.float32)
+    b, c = rng.standard_normal((2, 1, 1, 4), np.float32)
+    for dt in (-4, -5, -9, -14, -30):
+        inputs = x, b, c, z, np.full((1, 2), dt, np.float32), np.zeros((3, 2), np.float32)
+        results = functions.ssm_scan(device, *inputs)
+        assert max(map(nmse, results, recurrent_check.ssm_scan(*inputs))) <= LIMIT, dt
+
+
 @pytest.mark.parametrize("settings", [Settings(), Settings(storage_buffers=8), LEAST])
 @pytest.mark.parametrize("head_dim", [48, 24])  # halves of blocks, or not
 @pytest.mark.parametrize(("dtype", "rows"), [("q8", 1), ("q8", 3), ("bf16", 1), ("bf16", 3)])
