@@ -127,6 +127,7 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
         "sub_columns": (16, 32, 64),
         "depth": (32, 64, 128),
         "splits": (1, 2, 4, 8),
+        "ahead": (1, 2),
     },
     "ssm_scan": SCANS,
     "delta_rule": SCANS | {"loaders": (8, 16), "subgroups": (0, 1)},

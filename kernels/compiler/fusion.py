@@ -21,7 +21,7 @@ from infer.kernels.ops.kv_write import Heads, LatentKey, LatentWrite, RopeKVWrit
 from infer.kernels.ops.linear import Changes, Linear, Projection
 from infer.kernels.ops.lora import LoraDown, LoraUp
 from infer.kernels.ops.norm import RMSNorm
-from infer.kernels.ops.prepared import Form, Maker, Norm, Prepared
+from infer.kernels.ops.prepared import HALVES, Form, Maker, Norm, Prepared
 from infer.kernels.ops.rope import Rope, Rotate
 
 Op = TypeVar("Op", bound=Value)
@@ -399,11 +399,13 @@ def rope_into_head_linear(graph: Graph, target: Target) -> None:
 
 
 def prepare_in_makers(graph: Graph, target: Target) -> None:
-    """x -> times the weights of the norm behind it, or int8(x): the kernel that makes x writes that
-    too, if projections want to read it so (decode)."""
+    """x -> times the weights of the norm behind it, int8(x) (in decode both), or f16(x): the kernel
+    that makes x writes that too, if projections want to read it so."""
     for maker in each(graph, Maker):
-        form = _wanted(graph, maker, target) if target.kind.few else None
-        if form is None or not maker.writes(form, target):
+        form = _wanted(graph, maker, target)
+        if form is None or not (target.kind.few or form.scales == HALVES):
+            continue
+        if not maker.writes(form, target):
             continue
         users = [user for user in graph.users(maker) if isinstance(user, Projection)]
         readers = [

@@ -28,9 +28,9 @@ from infer.kernels.ops.linear import (
     multiplied,
     tile_params,
 )
-from infer.kernels.ops.matmul_matrix import X_SCALES, MatrixVariant, expert_matrix_variant
+from infer.kernels.ops.matmul_matrix import MatrixVariant, expert_matrix_variant
 from infer.kernels.ops.matmul_rows import MOST_ROWS
-from infer.kernels.ops.prepared import Form
+from infer.kernels.ops.prepared import HALVES, Form
 
 
 @dataclass(eq=False, repr=False)
@@ -216,7 +216,7 @@ class _Experts(Projection):
 
     def x_scales(self, target: Target) -> str:
         if self._matrix_variant(target) is not None:
-            return X_SCALES
+            return HALVES
         return ("halves" if self.routing.by_row(target) else "blocks") if self.int8 else ""
 
     def _matrix_variant(self, target: Target) -> MatrixVariant | None:

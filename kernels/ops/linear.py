@@ -25,9 +25,9 @@ from infer.kernels.gpu.tensor import (
     Shard,
 )
 from infer.kernels.ops.matmul_lanes import LanesShape, LanesVariant, matmul_lanes_variant
-from infer.kernels.ops.matmul_matrix import X_SCALES, MatrixVariant, matmul_matrix_variant
+from infer.kernels.ops.matmul_matrix import MatrixVariant, matmul_matrix_variant
 from infer.kernels.ops.matmul_rows import RowsVariant, by_rows, chosen_variant, emit_rows
-from infer.kernels.ops.prepared import Form, Maker, Norm, Prepared
+from infer.kernels.ops.prepared import HALVES, Form, Maker, Norm, Prepared
 
 _SMALL = 1 << 25  # values of a matrix
 _SMALL_SOFTWARE = 1 << 16  # the same for which compiling a large tile takes longer than it saves
@@ -194,7 +194,7 @@ class Linear(Projection):
 
     def x_scales(self, target: Target) -> str:
         if self._matrix_variant(target) is not None:
-            return X_SCALES
+            return HALVES
         if self.int8 and self._rows_variant(target) is not None:
             return "rows"
         if self.int8 and self._lanes_variant(target) is not None:

@@ -10,11 +10,8 @@ from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.native.library import MatrixShape
 from infer.kernels.gpu.tensor import INTEGERS
 
-X_SCALES = "f16"
-"""The form of activations that the kernel reads: f16, with an f32 scale for each row."""
-
 _PADDING = 16  # bytes between the rows of a tile, against bank conflicts
-_FEW_ROWS, _FEW_INT8_ROWS = 12, 32  # that matmul_rows multiplies faster, by floats and integers
+_FEW_ROWS, _FEW_INT8_ROWS = 12, 24  # that matmul_rows multiplies faster, by floats and integers
 _MOST_SPLITS = 8  # of a matrix' columns
 _SPLIT_COLUMNS = 512  # at the least
 _START = 128  # columns: what a workgroup waits for before its first product, and its end
@@ -27,20 +24,24 @@ _TILES = {
     (64, 128, 32, 32): 0.8,
     (64, 64, 32, 32): 0.6,
 }
-# Tiles of so few rows that reading W takes the time, in the order of preference.
+# Tiles of so few rows that reading W takes the time.
 _FEW_TILES = {
-    16: ((16, 128, 16, 16), (16, 64, 16, 16)),
-    32: ((32, 128, 32, 16), (32, 64, 32, 16)),
+    16: ((16, 64, 16, 16),),
+    32: ((32, 64, 32, 16), (32, 128, 32, 32)),
     64: ((64, 64, 32, 32),),
 }
-_FILLING = 1.4  # workgroups for each multiprocessor that have it read all the time
+_FEW_START = 512  # columns: what a workgroup of such a tile waits for before and after its products
+_FEW_STEP = 64  # rows of W whose part of a step takes as long as the part that all tiles have
+_LEAST_ROUNDS = 1.6  # workgroups of a multiprocessor, of which one waits for the other
+_FEW_COMBINED = 0.13  # a sum that matmul_combine reads or writes, in columns times rows of W
 
 
 @dataclass(frozen=True)
 class MatrixVariant:
     """matmul_matrix: the small matrices, the lanes of a subgroup, rows and columns of a workgroup's
-    tile and of a subgroup's part of it, columns of x that are multiplied at a time, and workgroups
-    that share the columns. emulated: without the adapter's own matrices."""
+    tile and of a subgroup's part of it, columns of x that are multiplied at a time, workgroups that
+    share the columns, and how many tiles are on their way from memory while one is multiplied.
+    emulated: without the adapter's own matrices."""
 
     shape: MatrixShape
     lanes: int
@@ -50,6 +51,7 @@ class MatrixVariant:
     sub_columns: int
     depth: int = 64
     splits: int = 1
+    ahead: int = 2
     emulated: bool = False
 
     @property
@@ -84,6 +86,7 @@ class MatrixVariant:
             "SUB_ROWS": self.sub_rows,
             "SUB_COLUMNS": self.sub_columns,
             "SPLITS": self.splits,
+            "AHEAD": self.ahead,
         }
 
 
@@ -99,8 +102,7 @@ def matmul_matrix_variant(
     most = max(1, min(_MOST_SPLITS, k // _SPLIT_COLUMNS)) if splits else 1
     counts = [count for count in (1, 2, 4, _MOST_SPLITS) if count <= most]
     if rows <= max(_FEW_TILES):
-        few = _FEW_TILES[min(size for size in _FEW_TILES if size >= rows)]
-        return _few_rows_variant(tuning, shape, few, n, counts)
+        return _few_rows_variant(tuning, shape, rows, n, k, counts)
     speeds = {
         MatrixVariant(shape, tuning.subgroup_size, *tile, splits=count): speed
         for tile, speed in _TILES.items()
@@ -119,27 +121,24 @@ def matmul_matrix_variant(
 
 
 def _few_rows_variant(
-    tuning: Tuning,
-    shape: MatrixShape,
-    tiles: Sequence[tuple[int, int, int, int]],
-    n: int,
-    counts: Sequence[int],
+    tuning: Tuning, shape: MatrixShape, rows: int, n: int, k: int, counts: Sequence[int]
 ) -> MatrixVariant | None:
-    """The first tile, and the fewest workgroups that share columns, that fill the GPU; or what
-    comes nearest to it."""
-    enough = _FILLING * tuning.multiprocessors
-    found = None
-    for tile in tiles:
-        for count in counts:
-            # Columns by twice as many where a workgroup has few steps, and few wait beside it.
-            depth = 128 if count > 1 and tile[0] < 64 else 64
-            variant = MatrixVariant(shape, tuning.subgroup_size, *tile, depth, count)
-            if not variant.runs(tuning):
-                continue
-            if -(-n // variant.columns) * count >= enough:
-                return variant
-            found = variant
-    return found
+    """Returns the tile of few rows, and how many workgroups share columns, that take the least
+    time; fitted to what scripts/tune.py measured on a large GPU."""
+    tiles = _FEW_TILES[min(size for size in _FEW_TILES if size >= rows)]
+    lanes = tuning.subgroup_size
+    variants = [
+        MatrixVariant(shape, lanes, *tile, splits=count) for tile in tiles for count in counts
+    ]
+
+    def cost(variant: MatrixVariant) -> float:
+        count = -(-n // variant.columns) * variant.splits
+        rounds = max(_LEAST_ROUNDS, -(-count // tuning.multiprocessors))
+        time = rounds * (k / variant.splits + _FEW_START) * (variant.columns + _FEW_STEP)
+        combine = _FEW_COMBINED * rows * n * (variant.splits + 1)
+        return time + combine if variant.splits > 1 else time
+
+    return min((each for each in variants if each.runs(tuning)), key=cost, default=None)
 
 
 def expert_matrix_variant(tuning: Tuning, rows: int) -> MatrixVariant | None:
@@ -147,7 +146,8 @@ def expert_matrix_variant(tuning: Tuning, rows: int) -> MatrixVariant | None:
     shape = matrix_shape(tuning)
     if shape is None:
         return None
-    variant = MatrixVariant(shape, tuning.subgroup_size, rows, 128, max(16, rows // 2), 32)
+    sub_rows = max(16, rows // 2)
+    variant = MatrixVariant(shape, tuning.subgroup_size, rows, 128, sub_rows, 32, ahead=1)
     return variant if variant.runs(tuning) and rows % shape.m == 0 else None
 
 

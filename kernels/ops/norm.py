@@ -9,7 +9,7 @@ from infer.kernels.compiler.graph import Slice, Value, same_width, source, strid
 from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import Target
 from infer.kernels.gpu.tensor import BLOCK, HALF, GpuTensor
-from infer.kernels.ops.prepared import Form, Maker, scale_params
+from infer.kernels.ops.prepared import HALVES, Form, Maker, scale_params
 
 
 def _checked(x: Value, weight: GpuTensor, groups: int) -> int:
@@ -29,6 +29,7 @@ class RMSNorm(Maker):
     """
 
     quantizes_rows = True
+    writes_halves = True
     x: Value
     weight: GpuTensor
     eps: float
@@ -54,9 +55,14 @@ class RMSNorm(Maker):
     def writes(self, form: Form, target: Target) -> bool:
         optional = (self.gate, self.residual, self.factor)
         bound = 2 + sum(item is not None for item in optional)
-        whole = self.part % (HALF if form.scales == "halves" else BLOCK) == 0
-        int8 = whole and self._lanes() == 4 and target.tuning.subgroup_size >= BLOCK // 4
-        return form.fits(self, target, bound) and (int8 or not form.int8)
+        if not form.scales:
+            return form.fits(self, target, bound)
+        if form.scales == HALVES:
+            can = self.part == self.width and self.part % 64 == 0
+        else:
+            whole = self.part % (HALF if form.scales == "halves" else BLOCK) == 0
+            can = whole and target.tuning.subgroup_size >= BLOCK // 4
+        return can and self._lanes() == 4 and form.fits(self, target, bound)
 
     def _lanes(self) -> int:
         offsets = [source(x)[2] for x in (self.x, self.gate) if x is not None]
@@ -94,6 +100,7 @@ class RMSNorm(Maker):
                 "FACTOR": self.factor is not None,
                 **self.output_params,
                 **scale_params(self.prepares),
+                "HALVES": self.prepares is not None and self.prepares.scales == HALVES,
             },
             moved=lambda rows, kv_len: 8 * rows * self.width,
         )

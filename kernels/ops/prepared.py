@@ -15,6 +15,10 @@ from infer.kernels.gpu.plan import Grid
 from infer.kernels.gpu.tensor import BLOCK, GpuTensor
 
 
+HALVES = "f16"
+"""The form of activations that matmul_matrix reads: f16, with an f32 scale for each row."""
+
+
 @dataclass(frozen=True, eq=False)
 class Norm:
     """The norm of whole rows that goes into projections: its weights are multiplied into what they
@@ -52,7 +56,7 @@ class Form:
 
     def fits(self, maker: Maker, target: Target, bound: int) -> bool:
         """Whether a kernel that binds so many buffers besides can write it."""
-        if self.scales == "f16":
+        if self.scales == HALVES and not maker.writes_halves:
             return False
         if self.bindings + bound > target.device.limits.storage_buffers:
             return False
@@ -87,7 +91,7 @@ class Prepared(Value):
         self.part = self.part or self.x.width
         rows = padded_rows(self.rows) if self.parts == 1 else self.rows * self.parts
         blocks = -(-self.part // BLOCK) * rows
-        if self.scales == "f16":
+        if self.scales == HALVES:
             self.operands = half_operands(rows, self.part)
         elif self.scales:
             self.operands = [Scratch(blocks * BLOCK), Scratch(blocks * 16)]
@@ -110,7 +114,7 @@ class Prepared(Value):
             return
         x = low.source(self.x)[0]
         order = [] if self.order is None else [self.order]
-        if self.scales == "f16":
+        if self.scales == HALVES:
             lower_half_rows(
                 low,
                 [x, *self.operands, *order],
@@ -173,7 +177,7 @@ def lower_half_rows(
 
 def scale_params(form: Prepared | None) -> dict[str, Any]:
     """Returns the parameters of quantize_block.wgsl; those of a single row without a form."""
-    if form is None or not form.scales:
+    if form is None or form.scales in ("", HALVES):
         return {"X_SCALES": "halves", "SCALE_ROWS": 0}
     return {"X_SCALES": form.scales, "SCALE_ROWS": form.scale_rows}
 
@@ -182,10 +186,12 @@ def scale_params(form: Prepared | None) -> dict[str, Any]:
 class Maker(Value):
     """An operation whose kernel can also write its result as projections want to read it.
 
-    Rules add: prepares: that form. quantizes_rows: its kernel does so for more rows than one.
+    Rules add: prepares: that form. quantizes_rows: its kernel writes int8 for more rows than one.
+    writes_halves: its kernel can write f16.
     """
 
     quantizes_rows: ClassVar[bool] = False
+    writes_halves: ClassVar[bool] = False
     prepares: Prepared | None = field(default=None, kw_only=True)
 
     def writes(self, form: Form, target: Target) -> bool:
@@ -198,7 +204,7 @@ class Maker(Value):
         form = self.prepares
         return {
             "KEEP": form is None or form.keep,
-            "QUANTIZE": form is not None and form.scales != "",
+            "QUANTIZE": form is not None and form.scales not in ("", HALVES),
             "NEXT_NORM": form is not None and form.norm is not None,
         }
 

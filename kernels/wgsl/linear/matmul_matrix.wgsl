@@ -17,6 +17,7 @@
 // @param DEPTH u32
 // @param SUB_ROWS u32            multiples of MATRIX_M, MATRIX_N and MATRIX_K
 // @param SUB_COLUMNS u32
+// @param AHEAD u32               tiles that are on their way
 // @param X_WIDTH u32             values of a row of x: K, or those of all heads
 // @param X_OFFSET u32            this and the next are multiples of 8
 // @param X_HEAD u32              columns of x from one head to the next (matmul.wgsl); 0 where there are no heads
@@ -52,6 +53,9 @@ const X_ELEMENTS = (X_WIDTH + 63u) / 64u * 8u;  // of a row of x, zeros behind i
 const W_UNITS = (K + $(UNIT - 1)u) / $(UNIT)u;  // of a row of W
 const STEPS = (K + DEPTH - 1u) / DEPTH;
 const SPLIT_STEPS = (STEPS + SPLITS - 1u) / SPLITS;
+// Whether no workgroup comes to steps behind its last one, which count as zeros.
+#let ALL_STEPS = (K + DEPTH - 1) / DEPTH
+#let WHOLE = K % DEPTH == 0 and ALL_STEPS % SPLITS == 0 and ALL_STEPS / SPLITS % AHEAD == 0
 // The rows of a tile lie an element further apart than they need to: no bank conflicts.
 const POOL_STRIDE = DEPTH / 8u + 1u;
 const W_PLACE = ROWS * POOL_STRIDE;
@@ -63,7 +67,9 @@ var<workgroup> pool: array<vec4<u32>, max((ROWS + COLUMNS) * POOL_STRIDE, SUM_RO
 
 #if BY_BLOCK
 #let PARTS = 1 + (GROUP_SIZE == 16)  // groups of a block
-#let NIBBLES = MATRIX == subgroup and WEIGHT == q4 and SCALES == f16 and OFFSET == none and not ROW_SCALES
+#let PLAIN = MATRIX == subgroup and SCALES == f16 and OFFSET == none and not ROW_SCALES
+#let NIBBLES = PLAIN and WEIGHT == q4
+#let BYTES_OF_8 = PLAIN and WEIGHT == q8
 
 struct Block {
   integers: Integers,
@@ -80,15 +86,24 @@ fn group_of(block: u32, part: u32) -> u32 {
 #endif
 }
 
+#if NIBBLES or BYTES_OF_8
 #if NIBBLES
-// The nibbles at the lower ends of eight bytes, less 8 and times a scale. As the last bits of an f16 they stand for
-// 1024 and them; all values are those that f32 would give.
-fn eight_nibbles(bytes: vec2<u32>, scale: vec2<f16>) -> vec4<u32> {
-  let pairs = (vec4<u32>(bytes.x, bytes.x >> 8u, bytes.y, bytes.y >> 8u) & vec4<u32>(0x000f000fu))
+const MASK = 0x000f000fu;
+const ZERO = 1032.0h;
+#else
+const MASK = 0x00ff00ffu;
+const ZERO = 1152.0h;
+#endif
+
+// Integers of four or eight bits, with their sign bit turned, at the lower ends of eight bytes, times a scale. As the
+// last bits of an f16 they stand for 1024 and them; all values are those that f32 would give.
+fn eight_integers(bytes: vec2<u32>, scale: f32) -> vec4<u32> {
+  let pairs = (vec4<u32>(bytes.x, bytes.x >> 8u, bytes.y, bytes.y >> 8u) & vec4<u32>(MASK))
     | vec4<u32>(0x64006400u);
+  let factor = vec2<f16>(f16(scale));
   return vec4<u32>(
 #for i in 0..4
-    bitcast<u32>((bitcast<vec2<f16>>(pairs[$i]) - vec2<f16>(1032.0h)) * scale),
+    bitcast<u32>((bitcast<vec2<f16>>(pairs[$i]) - vec2<f16>(ZERO)) * factor),
 #endfor
   );
 }
@@ -173,7 +188,9 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #else
   let x_from$l = (first_row + x_row0) * X_ELEMENTS + $($l * X_STEP)u * X_ELEMENTS + x_head;
 #endif
-  var x_next$l = vec4<u32>();
+#for u in 0..AHEAD
+  var x_next$u_$l = vec4<u32>();
+#endfor
 #endfor
   let w_row0 = tid / $(UNITS)u;
   let w_unit = tid % $(UNITS)u;
@@ -188,22 +205,28 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #if ROW_SCALES
   let w_factor$l = power_of_two(-exponent_of(row_scales[w_from$l]));
 #endif
+#for u in 0..AHEAD
 #if BY_BLOCK
-  var w_next$l = Block();
+  var w_next$u_$l = Block();
 #else
-  var w_next$l = Stored();
+  var w_next$u_$l = Stored();
 #endif
+#endfor
 #endfor
 
   let start = split * SPLIT_STEPS;
   let end = min(start + SPLIT_STEPS, STEPS);
-  // Without conditions around what is held in registers: with them the sums went to memory, and a product took
-  // twice as long.
-#for p in 0..2
-#if $p == 0
-  let next$p = min(start, STEPS - 1u);
+  // AHEAD tiles are on their way, each in registers of its own: the first half of these passes asks for the first
+  // tiles, the other is the loop. Without conditions around what is held in registers: with them the sums went to
+  // memory, and a product took twice as long.
+#for p in 0..2 * AHEAD
+#if $p < AHEAD
+  let next$p = min(start + $pu, STEPS - 1u);
 #else
-  for (var t = start; t < end; t++) {
+#if $p == AHEAD
+  for (var t = start; t < end; t += $(AHEAD)u) {
+#endif
+    let now$p = t + $($p - AHEAD)u;
     workgroupBarrier();
 #for l in 0..X_LOADS
 #if ROWS % X_STEP != 0
@@ -212,16 +235,16 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     {
 #endif
       let place = (x_row0 + $($l * X_STEP)u) * POOL_STRIDE + x_column;
-#if K % DEPTH == 0
-      pool[place] = x_next$l;
+#if WHOLE
+      pool[place] = x_next$($p - AHEAD)_$l;
 #else
-      // Beyond the columns of W there are some of its next row.
-      let inside = t * (DEPTH / 8u) + x_column < X_ELEMENTS;
-      pool[place] = select(vec4<u32>(), x_next$l, inside);
+      // Beyond the columns of W there are some of its next row, and beyond the steps any.
+      let inside = now$p * (DEPTH / 8u) + x_column < X_ELEMENTS && now$p < end;
+      pool[place] = select(vec4<u32>(), x_next$($p - AHEAD)_$l, inside);
 #endif
     }
 #endfor
-    let unit = unit_of(t, w_unit);
+    let unit_now$p = unit_of(now$p, w_unit);
 #for l in 0..W_LOADS
 #if COLUMNS % W_STEP != 0
     if (w_row0 + $($l * W_STEP)u < COLUMNS) {
@@ -233,29 +256,37 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 #if BY_BLOCK
 #for q in 0..PARTS
 #if ROW_SCALES
-      let scale$q = w_factor$l * widen_scale(w_next$l.scale$q, group_of(unit, $qu));
+      let scale$q = w_factor$l
+        * widen_scale(w_next$($p - AHEAD)_$l.scale$q, group_of(unit_now$p, $qu));
 #else
-      let scale$q = widen_scale(w_next$l.scale$q, group_of(unit, $qu));
+      let scale$q = widen_scale(w_next$($p - AHEAD)_$l.scale$q, group_of(unit_now$p, $qu));
 #endif
 #endfor
 #if NIBBLES
       // A nibble n whose upper bit is turned is n - 8 in two's complement.
-      let nibbles = w_next$l.integers ^ vec4<u32>(0x88888888u);
-      pool[place] = eight_nibbles(nibbles.xy, vec2<f16>(f16(scale0.x)));
-      pool[place + 1u] = eight_nibbles(nibbles.zw, vec2<f16>(f16(scale0.x)));
+      let nibbles = w_next$($p - AHEAD)_$l.integers ^ vec4<u32>(0x88888888u);
+      pool[place] = eight_integers(nibbles.xy, scale0.x);
+      pool[place + 1u] = eight_integers(nibbles.zw, scale0.x);
       let upper = nibbles >> vec4<u32>(4u);
-      pool[place + 2u] = eight_nibbles(upper.xy, vec2<f16>(f16(scale$(PARTS - 1).x)));
-      pool[place + 3u] = eight_nibbles(upper.zw, vec2<f16>(f16(scale$(PARTS - 1).x)));
+      pool[place + 2u] = eight_integers(upper.xy, scale$(PARTS - 1).x);
+      pool[place + 3u] = eight_integers(upper.zw, scale$(PARTS - 1).x);
+#elif BYTES_OF_8
+      let low = w_next$($p - AHEAD)_$l.integers.low ^ vec4<u32>(0x80808080u);
+      let high = w_next$($p - AHEAD)_$l.integers.high ^ vec4<u32>(0x80808080u);
+      pool[place] = eight_integers(low.xy, scale0.x);
+      pool[place + 1u] = eight_integers(low.zw, scale0.x);
+      pool[place + 2u] = eight_integers(high.xy, scale$(PARTS - 1).x);
+      pool[place + 3u] = eight_integers(high.zw, scale$(PARTS - 1).x);
 #else
-      let low = low_int8(w_next$l.integers);
-      let high = high_int8(w_next$l.integers);
+      let low = low_int8(w_next$($p - AHEAD)_$l.integers);
+      let high = high_int8(w_next$($p - AHEAD)_$l.integers);
       pool[place] = eight(low.xy, scale0);
       pool[place + 1u] = eight(low.zw, scale0);
       pool[place + 2u] = eight(high.xy, scale$(PARTS - 1));
       pool[place + 3u] = eight(high.zw, scale$(PARTS - 1));
 #endif
 #else
-      let wide = widen_group(w_next$l, unit);
+      let wide = widen_group(w_next$($p - AHEAD)_$l, unit_now$p);
 #if ROW_SCALES
       pool[place] = crossed_halves(w_factor$l * wide[0], w_factor$l * wide[1]);
 #else
@@ -265,42 +296,44 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     }
 #endfor
     workgroupBarrier();
-    let next$p = min(t + 1u, STEPS - 1u);
+    let next$p = min(t + $pu, STEPS - 1u);
 #endif
 #for l in 0..X_LOADS
 #if K % DEPTH == 0
-    x_next$l = x[x_from$l + next$p * (DEPTH / 8u) + x_column];
+    x_next$($p % AHEAD)_$l = x[x_from$l + next$p * (DEPTH / 8u) + x_column];
 #else
-    x_next$l = x[x_from$l + min(next$p * (DEPTH / 8u) + x_column, X_ELEMENTS - 1u)];
+    x_next$($p % AHEAD)_$l = x[x_from$l + min(next$p * (DEPTH / 8u) + x_column, X_ELEMENTS - 1u)];
 #endif
 #endfor
-    let unit$p = unit_of(next$p, w_unit);
+    let unit_next$p = unit_of(next$p, w_unit);
 #for l in 0..W_LOADS
 #if BY_BLOCK
-    w_next$l.integers = load_integers(w_from$l, unit$p);
+    w_next$($p % AHEAD)_$l.integers = load_integers(w_from$l, unit_next$p);
 #for q in 0..PARTS
-    w_next$l.scale$q = load_scale(w_from$l, group_of(unit$p, $qu));
+    w_next$($p % AHEAD)_$l.scale$q = load_scale(w_from$l, group_of(unit_next$p, $qu));
 #endfor
 #else
-    w_next$l = load_stored(w_from$l, unit$p);
+    w_next$($p % AHEAD)_$l = load_stored(w_from$l, unit_next$p);
 #endif
 #endfor
-#endfor
+#if $p >= AHEAD
 #for k in 0..DEPTH / MATRIX_K
 #for i in 0..M_MATRICES
-    let left$k_$i = load_left(
+    let left$p_$k_$i = load_left(
       (subgroup_row * SUB_ROWS + $iu * MATRIX_M) * POOL_STRIDE + $ku * (MATRIX_K / 8u),
       POOL_STRIDE);
 #endfor
 #for j in 0..N_MATRICES
-    let right$k_$j = load_right(
+    let right$p_$k_$j = load_right(
       W_PLACE + (subgroup_column * SUB_COLUMNS + $ju * MATRIX_N) * POOL_STRIDE
         + $ku * (MATRIX_K / 8u),
       POOL_STRIDE);
 #for i in 0..M_MATRICES
-    sum$i_$j = multiply(left$k_$i, right$k_$j, sum$i_$j, lane);
+    sum$i_$j = multiply(left$p_$k_$i, right$p_$k_$j, sum$i_$j, lane);
 #endfor
 #endfor
+#endfor
+#endif
 #endfor
   }
   workgroupBarrier();

@@ -5,9 +5,12 @@
 // GATED: y is multiplied by silu(gate). RESIDUAL is added to y, and FACTOR, one number, multiplies
 // the sum. What the next projection wants to read goes out too: y times the weights of its norm
 // (NEXT_NORM); or that, or y, as int8, of which a part is whole halves of blocks, and subgroups have as
-// many lanes as share a scale (QUANTIZE). KEEP: y itself is needed.
+// many lanes as share a scale (QUANTIZE); or y in f16, as half_rows.wgsl makes it, of one part of whole 64 columns
+// (HALVES, not with the other two). KEEP: y itself is needed.
 #include "reduce.wgsl"
 #include "quantize_block.wgsl"
+#include "crossed_halves.wgsl"
+#include "half_scale.wgsl"
 // @param WIDTH u32
 // @param GROUPS u32
 // @param EPS f32
@@ -24,6 +27,7 @@
 // @param SCALE_ROWS u32
 // @param KEEP bool
 // @param NEXT_NORM bool
+// @param HALVES bool             LANES are 4
 #if LANES == 4
 alias Vector = vec4<f32>;
 
@@ -55,6 +59,9 @@ fn sum(v: Vector) -> f32 {
 #if QUANTIZE
 @group(0) @binding($(OUT + KEEP)) var<storage, read_write> x_int8: array<u32>;
 @group(0) @binding($(OUT + KEEP + 1)) var<storage, read_write> x_int8_scales: array<Int8Scale>;
+#elif HALVES
+@group(0) @binding($(OUT + KEEP)) var<storage, read_write> x_halves: array<vec2<u32>>;
+@group(0) @binding($(OUT + KEEP + 1)) var<storage, read_write> x_scales: array<f32>;
 #elif NEXT_NORM
 @group(0) @binding($(OUT + KEEP)) var<storage, read_write> next_x: array<Vector>;
 #endif
@@ -143,4 +150,20 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
   }
 #endif
 #endfor
+#if HALVES
+  var most = 0.0;
+#for j in 0..ROUNDS
+  let large$j = max(abs(value$j.xy), abs(value$j.zw));
+  most = max(most, max(large$j.x, large$j.y));
+#endfor
+  let of_row = half_scale(workgroup_max(most, me));
+  if (me.index == 0u) {
+    x_scales[id.y] = of_row.inverse;
+  }
+#for j in 0..ROUNDS
+  if (i$j < VECTORS) {
+    x_halves[id.y * VECTORS + i$j] = crossed_four(of_row.factor * value$j);
+  }
+#endfor
+#endif
 }
