@@ -212,7 +212,7 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
 def serves(variant: Any, *call: Any) -> bool:
     """Whether a variant can do what one call of the rule asks for."""
     if isinstance(variant, MatrixVariant):
-        if len(call) == 1:  # of experts, whose tiles have as many rows as were sorted for them
+        if len(call) == 2:  # of experts, whose tiles have as many rows as were sorted for them
             return (variant.rows, variant.splits) == (call[0], 1)
         return variant.splits == 1 or bool(call[-1])
     if isinstance(variant, TileVariant):

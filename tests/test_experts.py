@@ -23,6 +23,7 @@ from test_kernels import (
     Case,
     Factors,
     covering,
+    error_of_sums,
     meeting,
     settings_of,
 )
@@ -150,7 +151,8 @@ def own_of(case: Case) -> Case:
 
 
 def limit_of(dtype: str) -> float:
-    return INT8_LIMIT if dtype in QUANTIZED else LIMIT
+    """With an activation function of integers: exp(-30) of a GPU is 2e-6 from what it is."""
+    return 10 * INT8_LIMIT if dtype in QUANTIZED else LIMIT
 
 
 def gate_up_error(
@@ -267,7 +269,7 @@ def down_error(
     if "residual" in form:
         options["residual"] = rng.standard_normal((rows, n), np.float32)
         expected = expected + options["residual"]
-    return nmse(functions.expert_down(device, x, logits, weight, **options), expected)
+    return error_of_sums(functions.expert_down(device, x, logits, weight, **options), expected)
 
 
 @covering(EXPERTS | {"form": ("", "residual", "normalize residual")}, **FEWER)

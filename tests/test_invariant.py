@@ -172,7 +172,7 @@ def test_an_adapter_with_matrices(
     attention = AttentionMatrixVariant(EMULATED.shape, 32, 16, 16, 16, 16, emulated=True)
     offered: dict[str, Callable[..., Any]] = {
         "linear.matmul_matrix_variant": lambda *call: EMULATED,
-        "experts.expert_matrix_variant": lambda tuning, rows: replace(EMULATED, rows=rows),
+        "experts.expert_matrix_variant": lambda tuning, rows, gated: replace(EMULATED, rows=rows),
         "attention.attention_matrix_variant": lambda *call: attention,
     }
     for name, rule in offered.items():

@@ -229,7 +229,8 @@ class _Experts(Projection):
         bound = len(weight.shards[0].buffers) + inputs + len(self.biases) + 1 + tiles
         if weight.row_scales and bound + 1 > target.device.limits.storage_buffers:
             return None
-        return target.tuning.choose(expert_matrix_variant, self.routing.tile(target, "f32").rows)
+        rows = self.routing.tile(target, "f32").rows
+        return target.tuning.choose(expert_matrix_variant, rows, self.parts > 1)
 
     @property
     def biases(self) -> list[Operand]:

@@ -14,15 +14,15 @@ _PADDING = 16  # bytes between the rows of a tile, against bank conflicts
 _FEW_ROWS, _FEW_INT8_ROWS = 12, 24  # that matmul_rows multiplies faster, by floats and integers
 _MOST_SPLITS = 8  # of a matrix' columns
 _SPLIT_COLUMNS = 512  # at the least
-_START = 128  # columns: what a workgroup waits for before its first product, and its end
+_START = 384  # columns: what a workgroup waits for before its first product, and its end
 _COMBINE = 3e6  # what a launch of matmul_combine costs, in products of a multiprocessor
-_COMBINED = 1.2  # and each sum that it reads or writes
+_COMBINED = 2.0  # and each sum that it reads or writes
 # Rows and columns of a tile and of a subgroup's part of it -> how fast it is where there are many.
 # A tile of 128 x 128 needs eight subgroups: four have too few registers for its sums.
 _TILES = {
     (128, 128, 32, 64): 1.0,
-    (64, 128, 32, 32): 0.8,
-    (64, 64, 32, 32): 0.6,
+    (64, 128, 32, 32): 0.7,
+    (64, 64, 32, 32): 0.55,
 }
 # Tiles of so few rows that reading W takes the time.
 _FEW_TILES = {
@@ -141,13 +141,15 @@ def _few_rows_variant(
     return min((each for each in variants if each.runs(tuning)), key=cost, default=None)
 
 
-def expert_matrix_variant(tuning: Tuning, rows: int) -> MatrixVariant | None:
-    """For tiles of so many rows, each of an expert. None where the adapter has no matrices."""
+def expert_matrix_variant(tuning: Tuning, rows: int, gated: bool) -> MatrixVariant | None:
+    """For tiles of so many rows, each of an expert; gated: outputs are pairs of rows of W, and W
+    is large. None where the adapter has no matrices."""
     shape = matrix_shape(tuning)
     if shape is None:
         return None
-    sub_rows = max(16, rows // 2)
-    variant = MatrixVariant(shape, tuning.subgroup_size, rows, 128, sub_rows, 32, ahead=1)
+    sub_rows = min(rows, 32) if gated or rows > 32 else 16
+    columns = 64 if rows > 32 else 128
+    variant = MatrixVariant(shape, tuning.subgroup_size, rows, columns, sub_rows, 32)
     return variant if variant.runs(tuning) and rows % shape.m == 0 else None
 
 

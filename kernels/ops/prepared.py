@@ -14,7 +14,6 @@ from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.plan import Grid
 from infer.kernels.gpu.tensor import BLOCK, GpuTensor
 
-
 HALVES = "f16"
 """The form of activations that matmul_matrix reads: f16, with an f32 scale for each row."""
 
