@@ -8,7 +8,7 @@ from typing import Any
 
 from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.native.library import MatrixShape
-from infer.kernels.gpu.tensor import INTEGERS
+from infer.kernels.gpu.tensor import CODED, INTEGERS
 
 _PADDING = 16  # bytes between the rows of a tile, against bank conflicts
 _FEW_ROWS, _FEW_INT8_ROWS = 12, 24  # that matmul_rows multiplies faster, by floats and integers
@@ -103,8 +103,10 @@ def matmul_matrix_variant(
     counts = [count for count in (1, 2, 4, _MOST_SPLITS) if count <= most]
     if rows <= max(_FEW_TILES):
         return _few_rows_variant(tuning, shape, rows, n, k, counts)
+    # Weights as they are would take too many registers for two of these tiles.
+    ahead = 2 if dtype in (*INTEGERS, *CODED) else 1
     speeds = {
-        MatrixVariant(shape, tuning.subgroup_size, *tile, splits=count): speed
+        MatrixVariant(shape, tuning.subgroup_size, *tile, splits=count, ahead=ahead): speed
         for tile, speed in _TILES.items()
         for count in counts
     }
