@@ -315,6 +315,34 @@ def test_the_fields_of_a_line_for_bills_are_no_prompt(given: str, left: str) -> 
     assert prompts == [expected] * (len(bodies) - 1)
 
 
+@pytest.mark.parametrize("rest", ["", "Be brief."])
+def test_the_line_for_bills_is_no_prompt_in_later_system_messages(rest: str) -> None:
+    engine = FakeEngine()
+    first, last = ({"role": "user", "content": text} for text in "ab")
+    text = f"{BILLING.title()}1; {rest}"
+    parts = [{"type": "text", "text": f"{BILLING}1;"}, {"type": "text", "text": rest}]
+    parts = parts if rest else parts[:1]
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {"messages": [first, {"role": "developer", "content": text}, last]}),
+        (
+            MESSAGES_PATH,
+            ANTHROPIC | {"messages": [first, {"role": "system", "content": text}, last]},
+        ),
+        (
+            MESSAGES_PATH,
+            ANTHROPIC | {"messages": [first, {"role": "system", "content": parts}, last]},
+        ),
+        (RESPONSES, {"input": [first, {"role": "developer", "content": text}, last]}),
+    ]
+    with serving(fake_service(engine)) as address:
+        for path, body in bodies:
+            assert ask(address, path, body)[0].status == 200
+    prompts = [prompt for prompt, *_ in engine.asked if isinstance(prompt[0], dict)]
+    for prompt in prompts:
+        assert prompt[:1] + prompt[-1:] == [first, last]
+        assert [each["content"] for each in prompt[1:-1]] == [rest] * bool(rest)
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -15,7 +15,7 @@ from infer.results import Chunk, Result
 from infer.server.chat import arguments_of, reasoning_args
 from infer.server.endpoint import Call
 from infer.server.errors import ApiError, anthropic_body
-from infer.server.generation import Answers, Job, encode
+from infer.server.generation import Answers, Job, encode, unbilled
 from infer.server.protocol import Request, convert, params_of
 from infer.server.wire import EVENT_STREAM, event
 from infer.text.chat import not_text
@@ -175,14 +175,18 @@ class _Reader:
         self.is_old = False
 
     def messages(self, message: Message) -> Iterator[dict[str, Any]]:
-        role = "assistant" if message.role == "assistant" else "user"  # in the middle of a chat
-        if isinstance(message.content, str):
-            yield {"role": role, "content": message.content}
+        role, content = message.role, message.content
+        if role == "system":  # in the middle of a chat
+            role, content = "user", unbilled(content)
+            if message.content and not content:
+                return
+        if isinstance(content, str):
+            yield {"role": role, "content": content}
             return
         own: dict[str, Any] = {"role": role}
         texts = []
         calls = []
-        for block in self._blocks(message.content):
+        for block in self._blocks(content):
             match block:
                 case TextBlock():
                     texts.append(block.text)
@@ -202,7 +206,7 @@ class _Reader:
             own["tool_calls"] = calls
         if texts or not calls:
             own["content"] = "\n\n".join(texts)
-        only_results = not texts and message.content and role == "user"
+        only_results = not texts and content and role == "user"
         if not only_results:
             yield own
 

@@ -205,7 +205,7 @@ def without_billing(prompt: Prompt) -> Prompt:
     messages: list[Any] = []
     for message in prompt:
         if isinstance(message, Mapping) and message.get("role") in ("system", "developer"):
-            content = _unbilled(message.get("content"))
+            content = unbilled(message.get("content"))
             if not content and message.get("content"):
                 continue
             message = {**message, "content": content}
@@ -213,15 +213,17 @@ def without_billing(prompt: Prompt) -> Prompt:
     return messages
 
 
-def _unbilled(content: Any) -> Any:
+def unbilled(content: Any) -> Any:
+    """A system message's content, a text or parts, without such fields; parts of nothing else are
+    left out."""
     match content:
         case str() if _BILLING.search(content):
             return _BILLING.sub("", content).lstrip("\n")
         case list():
-            unbilled = [(part, _unbilled(part)) for part in content]
-            return [new for part, new in unbilled if new == part or new["text"]]
+            parts = [(part, unbilled(part)) for part in content]
+            return [new for part, new in parts if new == part or new["text"]]
         case {"text": str(text)}:
-            return {**content, "text": _unbilled(text)}
+            return {**content, "text": unbilled(text)}
     return content
 
 

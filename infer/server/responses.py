@@ -16,7 +16,7 @@ from infer.results import Chunk, Result, TokenLogprob
 from infer.server.chat import logprobs_of, reasoning_args
 from infer.server.endpoint import Call
 from infer.server.errors import ApiError
-from infer.server.generation import Answers, Job
+from infer.server.generation import Answers, Job, unbilled
 from infer.server.protocol import Request, params_of
 from infer.server.protocol import TokenLogprob as WrittenLogprob
 from infer.server.wire import EVENT_STREAM, KEEPALIVE, event
@@ -199,7 +199,10 @@ def _messages(request: ResponsesRequest, warnings: list[str]) -> list[dict[str, 
                 own = _last_answer(messages)
                 own["content"] = own.get("content", "") + _text(item.content)
             case "message":
-                messages.append({"role": "user", "content": _text(item.content)})
+                given = _text(item.content)
+                text = given if item.role == "user" else unbilled(given)
+                if text or not given:
+                    messages.append({"role": "user", "content": text})
             case "reasoning":
                 if thought := _text(item.content or item.summary):
                     own = _last_answer(messages, "content", "tool_calls")
