@@ -176,6 +176,87 @@ def test_thoughts_and_calls(thinks: bool) -> None:
     }
 
 
+# What Claude Code 2.1 sends of its tool search, without the rest of its prompt.
+SEARCH = {"name": "ToolSearch", "description": "Finds tools.", "input_schema": {"type": "object"}}
+DEFERRED = [
+    {**TOOL, "name": name, "defer_loading": True} for name in ("CronCreate", "WebFetch", "LSP")
+]
+SEARCHED = {
+    "type": "tool_use",
+    "id": "toolu_1",
+    "name": "ToolSearch",
+    "input": {"query": "select:WebFetch,CronCreate"},
+}
+FOUND = {
+    "type": "tool_result",
+    "tool_use_id": "toolu_1",
+    "content": [
+        {"type": "tool_reference", "tool_name": name} for name in ("WebFetch", "CronCreate")
+    ],
+    "cache_control": {"type": "ephemeral"},
+}
+AFTER_SEARCH = [
+    *MESSAGES,
+    {"role": "assistant", "content": [SEARCHED]},
+    {"role": "user", "content": [FOUND]},
+]
+
+
+def test_deferred_tools_are_described_where_a_search_found_them() -> None:
+    engine = Scripted(Chunk("ok", 1))
+    asked = {"model": "fake", "max_tokens": 9, "tools": [*DEFERRED, SEARCH]}
+    unknown = {"type": "tool", "name": "LSP"}
+    with serving(fake_service(engine)) as address, client_of(address) as client:
+        for messages in (MESSAGES, AFTER_SEARCH):
+            raw = client.messages.with_raw_response.create(**asked, messages=messages)
+            assert "X-Infer-Warning" not in raw.headers
+        with pytest.raises(anthropic.BadRequestError, match="not among the tools"):
+            client.messages.create(**asked, messages=AFTER_SEARCH, tool_choice=unknown)
+    (first, before), _, (then, after), *_ = engine.asked
+    # The prompt begins as before, and so the cache has it.
+    assert then[: len(first)] == first
+    assert after["tools"] == before["tools"]
+    assert [tool["function"]["name"] for tool in after["tools"]] == ["ToolSearch"]
+    lines = [
+        f'<function>{{"description":"{TOOL["description"]}","name":"{name}","parameters":'
+        '{"type":"object","properties":{"city":{"type":"string"}}}}</function>'
+        for name in ("WebFetch", "CronCreate")
+    ]
+    content = "\n".join(["<functions>", *lines, "</functions>"])
+    assert then[-1] == {"role": "tool", "tool_call_id": "toolu_1", "content": content}
+    callable_ = [[tool["function"]["name"] for tool in each["tools"]] for each in engine.tools]
+    assert callable_ == [["ToolSearch"], ["CronCreate", "WebFetch", "ToolSearch"]]
+
+
+def test_tools_are_not_deferred_for_a_search_that_is_not_here(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Scripted(Chunk("ok", 1))
+    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    with serving(fake_service(engine)) as address, client_of(address) as client:
+        raw = client.messages.with_raw_response.create(
+            model="fake", max_tokens=9, messages=MESSAGES, tools=[search, *DEFERRED]
+        )
+    told = [
+        f"The tool {search['type']} is not here. It was left out.",
+        "defer_loading is not obeyed, because the tool that would search is not here.",
+    ]
+    assert raw.headers["X-Infer-Warning"] == " ".join(told)
+    assert [text for text in caplog.messages if "fake" in text] == [f"fake: {x}" for x in told]
+    names = [tool["function"]["name"] for tool in engine.asked[0][1]["tools"]]
+    assert names == ["CronCreate", "WebFetch", "LSP"]
+
+
+def test_a_search_for_tools_keeps_the_cache(client: Any) -> None:
+    asked = {"model": "demo", "max_tokens": 1, "tools": [*DEFERRED, SEARCH]}
+    first = client.messages.create(**asked, messages=MESSAGES).usage
+    then = client.messages.create(**asked, messages=AFTER_SEARCH).usage
+    whole = first.input_tokens + first.cache_read_input_tokens
+    assert then.input_tokens > 50
+    # The last few tokens of a prompt begin the answer.
+    assert then.cache_read_input_tokens >= whole - 16
+
+
 def test_messages_become_those_of_the_template() -> None:
     engine = Scripted(Chunk("ok", 1))
     messages = [

@@ -145,21 +145,6 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
             {"messages": [user({"type": "server_tool_use", "id": "s", "name": "x"})]},
             "server_tool_use",
         ),
-        (
-            MESSAGES_PATH,
-            {
-                "messages": [
-                    user(
-                        {
-                            "type": "tool_result",
-                            "tool_use_id": "c",
-                            "content": [{"type": "tool_reference", "tool_name": "f"}],
-                        }
-                    )
-                ]
-            },
-            "tool_reference",
-        ),
         (RESPONSES, {"input": [user({"type": "input_file"})]}, "input_file"),
         (RESPONSES, {"input": [*MESSAGES, {"type": "shell_call_output"}]}, "shell_call_output"),
         (RESPONSES, {"input": [{"type": "compaction"}, *MESSAGES]}, "compaction"),
@@ -191,7 +176,8 @@ def test_a_refusal_is_text(path: str) -> None:
 
 def test_what_servers_of_others_did_in_old_turns_is_left_out() -> None:
     engine = FakeEngine()
-    found = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "tool_reference"}]}
+    reference = {"type": "tool_reference", "tool_name": "f"}
+    found = {"type": "tool_result", "tool_use_id": "c", "content": [reference]}
     searched = [{"type": "server_tool_use"}, {"type": "web_search_tool_result"}]
     messages = [
         *MESSAGES,
@@ -205,7 +191,8 @@ def test_what_servers_of_others_did_in_old_turns_is_left_out() -> None:
         assert (response.getheader("X-Infer-Warning") or "").split(". ") == [
             "Content of the type 'server_tool_use' was left out",
             "Content of the type 'web_search_tool_result' was left out",
-            "Content of the type 'tool_reference' was left out.",
+            "A tool_reference names 'f', which is not among the tools",
+            "It was left out.",
         ]
     assert engine.asked[0][0] == [
         *MESSAGES,
@@ -519,6 +506,20 @@ def test_what_a_chat_template_leaves_out_is_told(caplog: pytest.LogCaptureFixtur
             response, _ = ask(address, CHAT, {"messages": messages, "tools": tools})
             assert (response.status, response.getheader("X-Infer-Warning")) == (200, None)
     assert [text for text in caplog.messages if "template" in text] == [f"fake: {told}"]
+
+
+def test_the_log_has_each_warning_once_and_not_without_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infer.server.service._MOST_NOTED", 3)
+    tools = [{"type": "web_search"}, {"type": "tool_search"}]
+    names = ["web_search", "tool_search"]
+    left = [f"fake: Tools of the type '{name}' are not here. It was left out." for name in names]
+    with serving(fake_service(FakeEngine())) as address:
+        for more in ({}, {"stream": True}, {"a": 1}, {"b": 1}):
+            assert ask(address, RESPONSES, {"input": "x", "tools": tools, **more})[0].status == 200
+    told = [text for text in caplog.messages if text.startswith("fake")]
+    assert told == [*left, "fake: There is no parameter 'a' here. It was ignored."]
 
 
 def test_an_argument_that_the_chat_template_does_not_read_is_told() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -52,10 +53,23 @@ class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
     is_error: bool = False
 
 
-Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+class ToolReferenceBlock(Struct, tag_field="type", tag="tool_reference"):
+    """A tool that a client's search has found, which is described here: see `_Reader`."""
+
+    tool_name: str
+
+
+Block = (
+    TextBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ToolReferenceBlock
+)
 _KINDS = {str(kind.__struct_config__.tag): kind for kind in get_args(Block)}
 # Blocks of old messages that are left out with a warning: tools that Anthropic's server has run.
-_HARMLESS = re.compile(r"server_tool_use|mcp_tool_use|tool_reference|\w+_tool_result")
+_HARMLESS = re.compile(r"server_tool_use|mcp_tool_use|\w+_tool_result")
 
 
 class Message(Struct):
@@ -66,13 +80,19 @@ class Message(Struct):
 
 
 class Tool(Struct):
-    """type: None or "custom" for functions; others run on Anthropic's servers."""
+    """type: None or "custom" for functions; others run on Anthropic's servers. defer_loading: it is
+    not described until a ToolReferenceBlock names it, and cannot be called before."""
 
     name: str = ""
     description: str = ""
     input_schema: dict[str, Any] = {}
     type: str | None = None
     strict: bool | None = None
+    defer_loading: bool = False
+
+    @property
+    def runs_here(self) -> bool:
+        return self.type in (None, "custom")
 
 
 class ToolChoice(Struct):
@@ -131,24 +151,20 @@ def read(call: Call[MessagesRequest]) -> Job:
     )
     thinks = request.thinking is not None and request.thinking.type != "disabled"
     format = partial(MessagesFormat, thinks=thinks)
-    prompt, tools, args = _read_chat(call)
-    return Job([prompt], "messages", params, format, args, tools, stream=request.stream)
+    return replace(_read_chat(call), params=params, format=format, stream=request.stream)
 
 
 async def count_tokens(call: Call[CountTokensRequest]) -> None:
     call.service.model(call.request.model)
-    prompt, tools, args = await call.read(partial(_read_chat, call))
-    job = Job([prompt], "messages", None, MessagesFormat, args, tools)
+    job = await call.read(partial(_read_chat, call))
     (ids,) = await encode(call, job)
     await call.reply(TokensCount(len(ids)))
 
 
-def _read_chat(
-    call: Call[Any],
-) -> tuple[list[dict[str, Any]], ToolOptions, dict[str, Any]]:
-    """Messages, what they may call, and the arguments of the template."""
+def _read_chat(call: Call[Any]) -> Job:
+    """The job of a request's messages, which generates nothing."""
     request: CountTokensRequest = call.request
-    reader = _Reader(call.warnings)
+    reader = _Reader(request.tools, call.warnings)
     system = reader.text(request.system)
     messages = [{"role": "system", "content": system}] if system else []
     for message in request.messages:
@@ -163,16 +179,24 @@ def _read_chat(
     args = reasoning_args("high" if effort in ("xhigh", "max") else effort)
     if messages and messages[-1]["role"] == "assistant":  # it is begun, and goes on
         args["continue_final_message"] = True
-    return messages, _tools(request, call.warnings), args
+    tools, unlisted = _tools(request, reader.found, call.warnings)
+    return Job([messages], "messages", None, MessagesFormat, args, tools, unlisted)
 
 
 class _Reader:
     """Messages in OpenAI's form, in which results of tools are messages. is_old: whether others
-    follow. Raises ApiError (400) for blocks that are not understood."""
+    follow. found: the tools that blocks refer to. Raises ApiError (400) for blocks that are not
+    understood.
 
-    def __init__(self, warnings: list[str]) -> None:
+    A tool is described where a block refers to it, as Anthropic's API does: the prompt before stays
+    what it was, and is found in the cache.
+    """
+
+    def __init__(self, tools: Sequence[Tool], warnings: list[str]) -> None:
+        self._tools = {tool.name: tool for tool in tools if tool.runs_here}
         self._warnings = warnings
         self.is_old = False
+        self.found: set[str] = set()
 
     def messages(self, message: Message) -> Iterator[dict[str, Any]]:
         role, content = message.role, message.content
@@ -190,6 +214,8 @@ class _Reader:
             match block:
                 case TextBlock():
                     texts.append(block.text)
+                case ToolReferenceBlock():
+                    texts.append(self._described([block.tool_name]))
                 case ThinkingBlock():
                     own["reasoning_content"] = own.get("reasoning_content", "") + block.thinking
                 case ToolUseBlock():
@@ -215,11 +241,31 @@ class _Reader:
         if isinstance(content, str):
             return content
         texts = []
+        found = []
         for block in self._blocks(content):
-            if not isinstance(block, TextBlock):
-                raise ApiError(400, not_text(block.__struct_config__.tag))
-            texts.append(block.text)
-        return "\n\n".join(filter(None, texts))
+            match block:
+                case TextBlock():
+                    texts.append(block.text)
+                case ToolReferenceBlock():
+                    found.append(block.tool_name)
+                case _:
+                    raise ApiError(400, not_text(block.__struct_config__.tag))
+        return "\n\n".join(filter(None, [*texts, self._described(found)]))
+
+    def _described(self, names: Sequence[str]) -> str:
+        """Descriptions of tools, in the form that Claude Code announces to the model."""
+        lines = []
+        for name in names:
+            if (tool := self._tools.get(name)) is None:
+                self._warnings.append(
+                    f"A tool_reference names {shown(name)}, which is not among the tools. It was "
+                    "left out."
+                )
+                continue
+            self.found.add(name)
+            about = {"description": tool.description, "name": name, "parameters": tool.input_schema}
+            lines.append(f"<function>{_json(about)}</function>")
+        return "\n".join(["<functions>", *lines, "</functions>"]) if lines else ""
 
     def _blocks(self, given: list[dict[str, Any]]) -> Iterator[Block]:
         for block in given:
@@ -232,11 +278,22 @@ class _Reader:
                 raise ApiError(400, not_text(name))
 
 
-def _tools(request: CountTokensRequest, warnings: list[str]) -> ToolOptions:
+def _tools(
+    request: CountTokensRequest, found: Collection[str], warnings: list[str]
+) -> tuple[ToolOptions, frozenset[str]]:
+    """What an answer may call, and the names of those tools that messages describe. found: the
+    names of tools that messages refer to."""
+    others = [tool.type for tool in request.tools if not tool.runs_here]
+    warnings += [f"The tool {kind} is not here. It was left out." for kind in others]
+    deferred = {tool.name for tool in request.tools if tool.runs_here and tool.defer_loading}
+    if deferred and any(str(kind).startswith("tool_search_tool") for kind in others):
+        warnings.append(
+            "defer_loading is not obeyed, because the tool that would search is not here."
+        )
+        deferred = set()
     tools = []
     for tool in request.tools:
-        if tool.type not in (None, "custom"):
-            warnings.append(f"The tool {tool.type} is not here. It was left out.")
+        if not tool.runs_here or (tool.name in deferred and tool.name not in found):
             continue
         function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
         if tool.description:
@@ -251,7 +308,7 @@ def _tools(request: CountTokensRequest, warnings: list[str]) -> ToolOptions:
         choices: dict[str, ToolChoiceOption] = {"any": "required", "tool": named}
         options["tool_choice"] = choices.get(choice.type, choice.type)
         options["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    return options
+    return options, frozenset(deferred & set(found))
 
 
 def _json(value: object) -> str:

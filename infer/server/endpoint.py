@@ -31,7 +31,7 @@ _MOST_WARNED = 1000  # characters of a header
 @dataclass
 class Call(Generic[RequestT]):
     """A request that is served. request: until it `is_encoded`. warnings: what its sender should
-    know."""
+    know, and who reads the log."""
 
     served: Served
     service: Service
@@ -59,14 +59,18 @@ class Call(Generic[RequestT]):
 
     async def reply(self, value: Struct) -> None:
         """Send the whole response."""
-        response = JSONResponse(value, headers=_headers(self.warnings))
+        response = JSONResponse(value, headers=self._headers())
         await response(self.scope, _nothing, self.send)
 
     async def start(self, headers: Mapping[str, str]) -> None:
         """Begin a response that is sent in parts, by `part`."""
-        given = Response(headers={**headers, **_headers(self.warnings)}).raw_headers
+        given = Response(headers={**headers, **self._headers()}).raw_headers
         own = [(name, value) for name, value in given if name != b"content-length"]
         await self.send({"type": "http.response.start", "status": 200, "headers": own})
+
+    def _headers(self) -> dict[str, str]:
+        self.service.note(self.warnings)
+        return _headers(self.warnings)
 
     async def part(self, data: bytes, *, last: bool = False) -> None:
         await self.send({"type": "http.response.body", "body": data, "more_body": not last})

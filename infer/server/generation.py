@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,8 +34,6 @@ from infer.server.threads import in_thread
 from infer.text.answer import answer_style
 from infer.text.chat import THINKING_ARGS, left_out
 from infer.text.tools import ToolOptions, check_tools
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,9 +84,9 @@ class Format(Protocol):
 @dataclass(frozen=True)
 class Job:
     """A request as read. param: the parameter that holds the prompts. params: None if nothing is to
-    be generated. tools: what an answer to a chat may call; None: answers are plain text.
-    suffix: the text after the answers. before: what the format needs to know of the encoded
-    prompts, given the adapter."""
+    be generated. tools: what an answer to a chat may call; None: answers are plain text. unlisted:
+    the names of those that messages describe, which the template does not. suffix: the text after
+    the answers. before: what the format needs to know of the encoded prompts, given the adapter."""
 
     prompts: Sequence[Prompt]
     param: str
@@ -89,6 +94,7 @@ class Job:
     format: Callable[[Answers], Format]
     template_args: Mapping[str, Any] = field(default_factory=dict)
     tools: ToolOptions | None = None
+    unlisted: Collection[str] = ()
     n: int = 1
     stream: bool = False
     suffix: str | None = None
@@ -154,8 +160,9 @@ async def _open(call: Call[Any], job: Job, adapter: str | None) -> list[Answer]:
 def _template_args(job: Job) -> dict[str, Any]:
     """The variables that the chat template may read, with the functions offered as `tools`."""
     args = dict(job.template_args)
-    if job.tools is not None and (offered := check_tools(**job.tools).offered):
-        args["tools"] = offered
+    offered = check_tools(**(job.tools or {})).offered or ()
+    if listed := [tool for tool in offered if tool["function"]["name"] not in job.unlisted]:
+        args["tools"] = listed
     return args
 
 
@@ -172,20 +179,15 @@ async def encode(call: Call[Any], job: Job) -> list[list[int]]:
 
 
 async def note_left_out(call: Call[Any], prompt: Prompt, template_args: Mapping[str, Any]) -> None:
-    """Tell the client what the chat template leaves out of a prompt, which has been encoded, and
-    which arguments it does not read; and the log once for each kind of message and argument."""
-    engine, service = call.service.engine, call.service
+    """Tell what the chat template leaves out of a prompt, which has been encoded, and which
+    arguments it does not read."""
+    engine = call.service.engine
     if not engine.templates or not _is_chat(prompt):
         return
     if template_args.get("reasoning_effort") == "none" and not answer_style(engine.template).thinks:
         template_args = {k: v for k, v in template_args.items() if k not in THINKING_ARGS}
     own = engine.templates, prompt, engine.special_tokens, template_args
-    texts = await in_thread(partial(left_out, *own))
-    call.warnings += texts
-    for text in texts:
-        if text not in service.noted:
-            service.noted.add(text)
-            log.warning("%s: %s", service.name, text)
+    call.warnings += await in_thread(partial(left_out, *own))
 
 
 def _is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:

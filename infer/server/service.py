@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
@@ -19,6 +20,10 @@ from infer.server.engine import EngineClient
 from infer.server.errors import ApiError
 from infer.server.metrics import Metrics
 from infer.server.protocol import Gpu, Health, Model, Models
+
+log = logging.getLogger(__name__)
+
+_MOST_NOTED = 1000  # warnings in the log: some have words of clients in them
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,6 @@ class Service(Served):
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
-    noted: set[str] = field(default_factory=set)  # what the log has been told once
 
     def __post_init__(self) -> None:
         self.name = self.options.name or self.engine.name
@@ -134,6 +138,7 @@ class Service(Served):
         self.admission = Admission(self.engine.slots * (1 + self.options.queue))
         self.bodies = Bodies(self.options.max_body)
         self.keepalive = self.options.keepalive
+        self._noted = set[str]()
 
     def model(self, name: str | None) -> tuple[str, str | None]:
         """The name under which it answers, and the adapter that the name means. None: the model
@@ -142,6 +147,13 @@ class Service(Served):
             return self.name, None
         found = find(name, (self.name, *self.engine.adapters))
         return found, None if found == self.name else found
+
+    def note(self, warnings: Sequence[str]) -> None:
+        """Tell the log what it has not been told before."""
+        for text in warnings:
+            if text not in self._noted and len(self._noted) < _MOST_NOTED:
+                self._noted.add(text)
+                log.warning("%s: %s", self.name, text)
 
     def models(self) -> Models:
         gpu = self.engine.gpu
