@@ -20,6 +20,7 @@ from infer.results import Chunk
 from infer.sampling import SamplingParams
 from infer.server.engine import LLMClient
 from infer.server.service import ServerOptions, Service
+from infer.text.tools import ToolCallDelta
 
 pytestmark = pytest.mark.demo
 
@@ -169,6 +170,81 @@ def test_items_become_messages_of_the_template() -> None:
         {"role": "assistant", "reasoning_content": "so", "content": "b"},
         {"role": "user", "content": "c"},
     ]
+
+
+# As Codex 0.149 to 0.169 sends tools of MCP servers, and what it was told without a call.
+NAMESPACE = {
+    "type": "namespace",
+    "name": "mcp__weather",
+    "description": "Tools in the mcp__weather namespace.",
+    "tools": [{**TOOL, "description": "Now.", "strict": False}, {**TOOL, "name": "forecast"}],
+}
+MADE = {
+    "type": "function_call",
+    "id": "fc_1",
+    "call_id": "call_0",
+    "namespace": "mcp__weather",
+    "name": "forecast",
+    "arguments": "{}",
+}
+MADE_OUTPUT = {
+    "type": "function_call_output",
+    "call_id": "call_0",
+    "output": [{"type": "input_text", "text": "Rain."}],
+}
+UNASKED = {
+    "type": "function_call_output",
+    "id": "fco_1",
+    "name": "automation_update",
+    "namespace": "codex_app",
+    "output": "<heartbeat>Go on.</heartbeat>",
+}
+
+
+def test_tools_of_a_namespace(caplog: pytest.LogCaptureFixture) -> None:
+    delta = ToolCallDelta(0, "call_1", "mcp__weather__get_weather", "{}")
+    engine = Scripted(Chunk("", 1, tool_calls=(delta,)), reason="tool_calls")
+    tools = [TOOL, NAMESPACE, {"type": "web_search", "external_web_access": False}]
+    choice = {"type": "function", "name": "forecast", "namespace": "mcp__weather"}
+    asked: dict[str, Any] = {
+        "model": "fake",
+        "input": [*MESSAGES, MADE, MADE_OUTPUT, UNASKED],
+        "tools": tools,
+        "tool_choice": choice,
+    }
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [choice]}
+    with serving(fake_service(engine)) as address, of(address) as client:
+        whole = client.responses.create(**asked)
+        with client.responses.stream(**asked) as stream:
+            *listed, last = list(stream)
+        client.responses.create(**asked | {"tool_choice": allowed})
+    added, done = (
+        next(event.item for event in listed if event.type == f"response.output_item.{what}")
+        for what in ("added", "done")
+    )
+    for call in (whole.output[0], added, done, last.response.output[0]):
+        assert (call.namespace, call.name) == ("mcp__weather", "get_weather")
+    assert done.arguments == "{}"
+    names = ["get_weather", "mcp__weather__get_weather", "mcp__weather__forecast"]
+    prompt, args = engine.asked[0]
+    functions = [tool["function"] for tool in args["tools"]]
+    assert [each["name"] for each in functions] == names
+    texts = ["", "Tools in the mcp__weather namespace.\n\nNow.", ""]
+    assert [each["description"] for each in functions] == texts
+    call = {"name": "mcp__weather__forecast", "arguments": "{}"}
+    assert prompt[1:] == [
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "call_0", "type": "function", "function": call}],
+        },
+        {"role": "tool", "tool_call_id": "call_0", "content": "Rain."},
+        {"role": "user", "content": "<heartbeat>Go on.</heartbeat>"},
+    ]
+    named, _, only = (each or {} for each in engine.tools)
+    assert named["tool_choice"] == {"type": "function", "function": {"name": names[2]}}
+    assert [tool["function"]["name"] for tool in only["tools"] or ()] == names[2:]
+    left = "fake: Tools of the type 'web_search' are not here. It was left out."
+    assert [text for text in caplog.messages if text.startswith("fake")] == [left]
 
 
 @pytest.mark.parametrize(

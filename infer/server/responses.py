@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec.structs import replace
 
 from infer.foreign import shown
 from infer.kernels.state.step import MAX_LOGPROBS
@@ -35,26 +36,29 @@ class Part(Struct):
 
 
 class InputItem(Struct, kw_only=True):
-    """type: message, function_call, function_call_output or reasoning."""
+    """type: message, function_call, function_call_output or reasoning. namespace: of a function."""
 
     type: str = "message"
     role: str | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     output: str | list[Part] | None = None
     summary: list[Part] = field(default_factory=list)
 
 
 class Tool(Struct, kw_only=True, omit_defaults=True):
-    """type: function; others run on servers of OpenAI's, or are of one client."""
+    """type: function, or namespace, whose tools are a group of functions, as Codex has them; others
+    run on servers of OpenAI's, or are of one client."""
 
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: list[Tool] = field(default_factory=list)
 
 
 class TextFormat(Struct, kw_only=True, omit_defaults=True):
@@ -161,17 +165,23 @@ def _tools(request: ResponsesRequest, warnings: list[str]) -> ToolOptions:
     allowed: set[str] | None = None
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         tools = choice.get("tools", [])
-        allowed = {each.get("name", "") for each in tools if isinstance(each, dict)}
+        allowed = {
+            _flat(each.get("namespace"), each.get("name"))
+            for each in tools
+            if isinstance(each, dict)
+        }
         choice = choice.get("mode", "auto")
     named: ToolChoice = choice
     if isinstance(choice, dict):
-        named = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+        name = _flat(choice.get("namespace"), choice.get("name"))
+        named = {"type": choice.get("type"), "function": {"name": name}}
     functions = []
-    for tool in request.tools:
+    for namespace, tool in _with_namespaces(request.tools):
+        name = _flat(namespace, tool.name)
         if tool.type != "function":
             warnings.append(f"Tools of the type {shown(tool.type)} are not here. It was left out.")
-        elif allowed is None or tool.name in allowed:
-            function = msgspec.to_builtins(tool)
+        elif allowed is None or name in allowed:
+            function = msgspec.to_builtins(tool) | {"name": name}
             del function["type"]
             functions.append({"type": "function", "function": function})
     return {
@@ -179,6 +189,24 @@ def _tools(request: ResponsesRequest, warnings: list[str]) -> ToolOptions:
         "tool_choice": named,
         "parallel_tool_calls": request.parallel_tool_calls,
     }
+
+
+def _with_namespaces(tools: Sequence[Tool]) -> Iterator[tuple[str | None, Tool]]:
+    """Tools, each with the namespace that it is in, whose description the first of them gets."""
+    for tool in tools:
+        if tool.type != "namespace":
+            yield None, tool
+            continue
+        about = tool.description
+        for each in tool.tools:
+            description = "\n\n".join(filter(None, [about, each.description]))
+            yield tool.name, replace(each, description=description or None)
+            about = None
+
+
+def _flat(namespace: str | None, name: Any) -> Any:
+    """The name by which the model knows a function: it has no namespaces."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 def _messages(request: ResponsesRequest, warnings: list[str]) -> list[dict[str, Any]]:
@@ -208,9 +236,12 @@ def _messages(request: ResponsesRequest, warnings: list[str]) -> list[dict[str, 
                     own = _last_answer(messages, "content", "tool_calls")
                     own["reasoning_content"] = thought
             case "function_call":
-                function = {"name": item.name, "arguments": item.arguments or "{}"}
+                name = _flat(item.namespace, item.name)
+                function = {"name": name, "arguments": item.arguments or "{}"}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 _last_answer(messages).setdefault("tool_calls", []).append(call)
+            case "function_call_output" if item.call_id is None:  # so Codex hands over messages
+                messages.append({"role": "user", "content": _text(item.output)})
             case "function_call_output":
                 output = {"role": "tool", "tool_call_id": item.call_id}
                 messages.append({**output, "content": _text(item.output)})
@@ -280,6 +311,7 @@ class FunctionCall(Struct, kw_only=True, tag_field="type", tag="function_call"):
     id: str
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str
     status: str
 
@@ -351,6 +383,12 @@ class ResponsesFormat:
         self._number = 0  # of the next event
         self._output: list[OutputItem] = []
         self._open = False  # whether the last of them is not whole
+        # What a call is to name, by the name that the model knows.
+        self._names = {
+            _flat(namespace, tool.name): {"namespace": namespace, "name": tool.name}
+            for namespace, tool in _with_namespaces(request.tools)
+            if namespace
+        }
 
     def whole(self) -> Response:
         (result,) = self._answers.results
@@ -361,7 +399,7 @@ class ResponsesFormat:
             text = OutputText(text=result.text, logprobs=_logprobs(result.logprobs or ()))
             self._add(OutputMessage, status, content=[text])
         for call in result.tool_calls:
-            self._add(FunctionCall, "completed", call.id, name=call.name, arguments=call.arguments)
+            self._add_call("completed", call.id, call.name, call.arguments)
         return self._ended(result)
 
     def begin(self) -> bytes:
@@ -382,7 +420,7 @@ class ResponsesFormat:
         for call in chunk.tool_calls:
             if call.id is not None and call.name is not None:
                 data += self._end_item("completed")
-                item = self._add(FunctionCall, "in_progress", call.id, name=call.name, arguments="")
+                item = self._add_call("in_progress", call.id, call.name, "")
                 data += self._item_event("added", item)
             if call.arguments:
                 item = self._output[-1]
@@ -418,11 +456,12 @@ class ResponsesFormat:
 
     # Items
 
-    def _add(
-        self, kind: type[Any], status: str, call_id: str | None = None, **fields: Any
-    ) -> OutputItem:
+    def _add_call(self, status: str, call_id: str, name: str, arguments: str) -> OutputItem:
+        named = self._names.get(name, {"name": name})
+        return self._add(FunctionCall, status, call_id=call_id, arguments=arguments, **named)
+
+    def _add(self, kind: type[Any], status: str, **fields: Any) -> OutputItem:
         prefix = "msg" if kind is OutputMessage else "rs" if kind is ReasoningItem else "fc"
-        fields |= {} if call_id is None else {"call_id": call_id}
         name = f"{prefix}_{self._answers.id}_{len(self._output)}"
         item: OutputItem = kind(id=name, status=status, **fields)
         self._output.append(item)
