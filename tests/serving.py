@@ -170,6 +170,7 @@ class FakeEngine:
         template_args: Mapping[str, Any],
         add_special_tokens: bool = True,
         most: int | None = None,
+        counts: bool = False,
     ) -> list[int]:
         self.asked.append((prompt, dict(template_args)))
         return [1, 2, 3]

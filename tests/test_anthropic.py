@@ -75,17 +75,37 @@ def test_a_message(client: Any, llm: LLM) -> None:
 
 def test_a_message_is_streamed(client: Any) -> None:
     asked: dict[str, Any] = {"model": "demo", "max_tokens": 50, "messages": MESSAGES}
+    client.messages.create(**asked)
     with client.messages.stream(**asked) as stream:
         events = list(stream)
         message = stream.get_final_message()
     assert message.content[0].text == ANSWER
     assert message.stop_reason == "end_turn"
     assert message.usage == client.messages.create(**asked).usage
+    # The second time the cache has all but the last token, which a client is told at the beginning.
+    first = events[0].message.usage
+    assert first.output_tokens == 0
+    assert first.cache_read_input_tokens == message.usage.cache_read_input_tokens > 0
+    assert first.input_tokens == message.usage.input_tokens == 1
     kinds = [event.type for event in events if event.type != "text"]
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert set(kinds[2:-3]) == {"content_block_delta"}
     assert len(kinds) > 7
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+def test_a_context_that_is_full_is_no_limit_of_tokens(client: Any, llm: LLM) -> None:
+    messages = [{"role": "user", "content": "one two three " * 338}]
+    room = llm.context - len(llm.encode(messages))
+    assert 1 < room < 10  # of the answer, which has more tokens
+    asked: dict[str, Any] = {"model": "demo", "messages": messages, "max_tokens": 1000}
+    with client.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    for full in (streamed, client.messages.create(**asked)):
+        assert full.stop_reason == "model_context_window_exceeded"
+        assert full.usage.output_tokens == room
+    for most in (1, room):
+        assert client.messages.create(**asked | {"max_tokens": most}).stop_reason == "max_tokens"
 
 
 def test_an_answer_that_is_begun_goes_on(client: Any, llm: LLM) -> None:

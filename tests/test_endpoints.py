@@ -576,7 +576,7 @@ def lengths(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     "path",
-    [*CHATS, COMPLETIONS, EMBEDDINGS, "/api/embed", "/api/generate", "/v1/responses"],
+    [CHAT, "/api/chat", COMPLETIONS, EMBEDDINGS, "/api/embed", "/api/generate", "/v1/responses"],
 )
 def test_a_prompt_beyond_the_context_is_not_read_to_its_end(
     address: str, service: Service, lengths: list[int], path: str
@@ -591,6 +591,44 @@ def test_a_prompt_beyond_the_context_is_not_read_to_its_end(
     data = ask(address, path, asking(path, "one two three " * 2000))[1]
     assert b"has at least" not in data  # it was counted
     assert b"context length is 1024" in data
+
+
+def test_anthropics_endpoints_count_a_prompt_beyond_the_context(address: str, llm: LLM) -> None:
+    for text in ("one two three " * 50_000, "one two three " * 2000):
+        tokens = len(llm.encode([{"role": "user", "content": text}]))
+        body = asking(MESSAGES_PATH, text)
+        assert answer(address, f"{MESSAGES_PATH}/count_tokens", **body) == {"input_tokens": tokens}
+        response, data = ask(address, MESSAGES_PATH, body)
+        assert response.status == 400
+        told = f"prompt is too long: {tokens} tokens > {llm.context - 1} maximum"
+        error = {"type": "invalid_request_error", "message": told}
+        assert json.loads(data) == {"type": "error", "error": error}
+
+
+# The patterns by which clients tell that a context is full, so that they compact it: Claude Code's,
+# opencode's (also Cline's and Roo's), and what Codex compares the code with.
+ANTHROPIC_PATTERN = r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)"
+OPENAI_PATTERN = r"maximum context length is \d+ tokens"
+
+
+def test_clients_understand_that_a_prompt_is_too_long(address: str) -> None:
+    text = "one two three " * 2000
+    for stream in (False, True):
+        for path, pattern in ((MESSAGES_PATH, ANTHROPIC_PATTERN), (CHAT, OPENAI_PATTERN)):
+            response, data = ask(address, path, {**asking(path, text), "stream": stream})
+            assert response.status == 400
+            assert re.search(pattern, json.loads(data)["error"]["message"])
+    response, data = ask(address, RESPONSES, asking(RESPONSES, text))
+    assert response.status == 400
+    assert re.search(OPENAI_PATTERN, json.loads(data)["error"]["message"])
+    response, data = ask(address, RESPONSES, {**asking(RESPONSES, text), "stream": True})
+    assert response.status == 200
+    events = [json.loads(line[6:]) for line in data.decode().split("\n") if line[:6] == "data: "]
+    kinds = ["response.created", "response.in_progress", "error", "response.failed"]
+    assert [event["type"] for event in events] == kinds
+    failed = events[-1]["response"]
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "context_length_exceeded")
+    assert re.search(OPENAI_PATTERN, failed["error"]["message"])
 
 
 def test_a_long_text_has_all_its_tokens(address: str, llm: LLM, lengths: list[int]) -> None:

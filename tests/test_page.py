@@ -72,6 +72,7 @@ class ScriptedEngine(FakeEngine):
         template_args: Mapping[str, Any],
         add_special_tokens: bool = True,
         most: int | None = None,
+        counts: bool = False,
     ) -> list[int]:
         if self.without_template and not isinstance(prompt, str):
             raise NoChatTemplateError("This model has no chat template.")

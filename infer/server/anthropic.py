@@ -15,7 +15,7 @@ from infer.foreign import shown
 from infer.results import Chunk, Result
 from infer.server.chat import arguments_of, reasoning_args
 from infer.server.endpoint import Call
-from infer.server.errors import ApiError, anthropic_body
+from infer.server.errors import ApiError, PromptTooLongError, anthropic_body
 from infer.server.generation import Answers, Job, encode, unbilled
 from infer.server.protocol import Request, convert, params_of
 from infer.server.wire import EVENT_STREAM, event
@@ -150,15 +150,19 @@ def read(call: Call[MessagesRequest]) -> Job:
         schema=None if config.format is None else config.format.schema,
     )
     thinks = request.thinking is not None and request.thinking.type != "disabled"
-    format = partial(MessagesFormat, thinks=thinks)
+    format = partial(MessagesFormat, thinks=thinks, max_tokens=params.max_tokens)
     return replace(_read_chat(call), params=params, format=format, stream=request.stream)
 
 
 async def count_tokens(call: Call[CountTokensRequest]) -> None:
     call.service.model(call.request.model)
     job = await call.read(partial(_read_chat, call))
-    (ids,) = await encode(call, job)
-    await call.reply(TokensCount(len(ids)))
+    try:
+        (ids,) = await encode(call, job)
+        count = len(ids)
+    except PromptTooLongError as error:
+        count = error.tokens
+    await call.reply(TokensCount(count))
 
 
 def _read_chat(call: Call[Any]) -> Job:
@@ -180,7 +184,7 @@ def _read_chat(call: Call[Any]) -> Job:
     if messages and messages[-1]["role"] == "assistant":  # it is begun, and goes on
         args["continue_final_message"] = True
     tools, unlisted = _tools(request, reader.found, call.warnings)
-    return Job([messages], "messages", None, MessagesFormat, args, tools, unlisted)
+    return Job([messages], "messages", None, MessagesFormat, args, tools, unlisted, counts=True)
 
 
 class _Reader:
@@ -347,9 +351,13 @@ class MessagesFormat:
     media_type = EVENT_STREAM
     keepalive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(self, answers: Answers, thinks: bool = False) -> None:
-        """thinks: whether the client asked for reasoning; else it is left out."""
-        self._answers, self._thinks = answers, thinks
+    def __init__(
+        self, answers: Answers, thinks: bool = False, max_tokens: int | None = None
+    ) -> None:
+        """thinks: whether the client asked for reasoning; else it is left out. max_tokens: of the
+        answer; fewer can be all that the context has room for."""
+        self._answers, self._thinks, self._max_tokens = answers, thinks, max_tokens
+        self._begun = False
         self._index = -1  # of the last block
         self._open = ""  # its type, until it ends
 
@@ -363,15 +371,22 @@ class MessagesFormat:
         content += [
             ToolUseBlock(each.id, each.name, arguments_of(each)) for each in result.tool_calls
         ]
-        return self._message(content, *_stop(result), _usage(result))
+        return self._message(content, *self._stop(result), _usage(result))
 
     def begin(self) -> bytes:
+        return b""  # until it is known how much the cache had
+
+    def _begin(self) -> bytes:
+        if self._begun:
+            return b""
+        self._begun = True
         (result,) = self._answers.results
-        usage = Usage(result.prompt_tokens, 0, 0)
+        usage = _usage(result)
+        usage.output_tokens = 0
         return _event("message_start", message=self._message([], None, None, usage))
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        data = b""
+        data = self._begin()
         if chunk.reasoning and self._thinks:
             data += self._in_block(ThinkingBlock(""))
             data += self._delta(type="thinking_delta", thinking=chunk.reasoning)
@@ -386,8 +401,10 @@ class MessagesFormat:
         return data
 
     def end(self, index: int, result: Result) -> bytes:
-        data = self._in_block(TextBlock("")) if self._index < 0 else b""
-        reason, sequence = _stop(result)
+        data = self._begin()
+        if self._index < 0:
+            data += self._in_block(TextBlock(""))
+        reason, sequence = self._stop(result)
         return (
             data
             + self._stop_block()
@@ -424,6 +441,15 @@ class MessagesFormat:
         self._open = ""
         return _event("content_block_stop", index=self._index)
 
+    def _stop(self, result: Result) -> tuple[str, str | None]:
+        """Why it ended, and by which stop sequence."""
+        if result.finish_reason == "stop" and result.stop_string is not None:
+            return "stop_sequence", result.stop_string
+        if result.finish_reason == "length" and result.completion_tokens < (self._max_tokens or 0):
+            return "model_context_window_exceeded", None
+        names = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+        return names[result.finish_reason], None
+
     def _message(
         self,
         content: Sequence[TextBlock | ThinkingBlock | ToolUseBlock],
@@ -443,14 +469,6 @@ class MessagesFormat:
 
 def _event(name: str, /, **data: Any) -> bytes:
     return event({"type": name, **data}, name)
-
-
-def _stop(result: Result) -> tuple[str, str | None]:
-    """Why it ended, and by which stop sequence."""
-    if result.finish_reason == "stop" and result.stop_string is not None:
-        return "stop_sequence", result.stop_string
-    names = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-    return names[result.finish_reason], None
 
 
 def _usage(result: Result) -> Usage:

@@ -29,14 +29,16 @@ _SHORT = 1000  # tokens, or characters of a text: to hand it to a thread takes a
 
 
 class LongPromptError(RequestError):
-    """A prompt that has more tokens than were asked for. tokens: as many as were counted."""
+    """A prompt that has more tokens than were asked for. tokens: as many as were counted. is_whole:
+    whether those are all."""
 
-    def __init__(self, tokens: int) -> None:
-        super().__init__(tokens)
-        self.tokens = tokens
+    def __init__(self, tokens: int, is_whole: bool) -> None:
+        count = f"{tokens}" if is_whole else f"at least {tokens}"
+        super().__init__(f"The prompt is too long: it has {count} tokens.")
+        self.tokens, self.is_whole = tokens, is_whole
 
-    def __str__(self) -> str:
-        return f"The prompt is too long: it has at least {self.tokens} tokens."
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.tokens, self.is_whole)
 
 
 class Answer(Protocol):
@@ -115,9 +117,11 @@ class EngineClient(Protocol):
         template_args: Mapping[str, Any],
         add_special_tokens: bool = True,
         most: int | None = None,
+        counts: bool = False,
     ) -> list[int]:
         """add_special_tokens: the tokens that a text begins and ends with; chat templates write
-        their own. most: LongPromptError may be raised if there are more, before all are known."""
+        their own. most: LongPromptError may be raised if there are more, before all are known,
+        unless it counts them."""
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens by their names."""
@@ -172,6 +176,7 @@ class LLMClient:
         template_args: Mapping[str, Any],
         add_special_tokens: bool = True,
         most: int | None = None,
+        counts: bool = False,
     ) -> list[int]:
         stopped = threading.Event()
 
@@ -179,13 +184,18 @@ class LLMClient:
             ids: list[int] = []
             if stopped.is_set():  # before it began
                 return ids
-            pieces = self._llm.encode_pieces(prompt, template_args, add_special_tokens)
-            for piece in pieces:
+            tokens = 0
+            for piece in self._llm.encode_pieces(prompt, template_args, add_special_tokens):
                 if stopped.is_set():
-                    break
-                if most is not None and len(ids) > most:
-                    raise LongPromptError(len(ids))
+                    return ids
+                if most is not None and tokens > most:
+                    if not counts:
+                        raise LongPromptError(tokens, False)
+                    ids = []  # nobody is given them
+                tokens += len(piece)
                 ids += piece
+            if most is not None and tokens > most:
+                raise LongPromptError(tokens, True)
             return ids
 
         is_chat = bool(prompt) and isinstance(prompt[0], Mapping)

@@ -51,6 +51,26 @@ class ApiError(Exception):
         return {"error": error}
 
 
+class PromptTooLongError(ApiError):
+    """A prompt that leaves no room for an answer. tokens: how many it has; at least so many, if not
+    is_whole. most: how many it may have."""
+
+    def __init__(
+        self, tokens: int, most: int, context: int, *, is_whole: bool, param: str | None
+    ) -> None:
+        """context: positions for a prompt and its answer."""
+        count = f"{tokens}" if is_whole else f"at least {tokens}"
+        super().__init__(
+            400,
+            f"The prompt has {count} tokens, and this model's maximum context length is {context} "
+            f"tokens{', the answer included' if most < context else ''}. Shorten the prompt, or "
+            "start the server with a larger --context.",
+            param=param,
+            code="context_length_exceeded",
+        )
+        self.tokens, self.most = tokens, most
+
+
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     kinds = {
         401: "authentication_error",
@@ -61,7 +81,10 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
         503: "overloaded_error",
     }
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    message = error.message
+    if isinstance(error, PromptTooLongError):  # word for word, for clients that look for it
+        message = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def ollama_body(error: ApiError) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from infer.results import Chunk, Result
 from infer.sampling import SamplingParams
 from infer.server.endpoint import Call
 from infer.server.engine import Answer, EngineClient, LongPromptError
-from infer.server.errors import ApiError, api_error
+from infer.server.errors import ApiError, PromptTooLongError, api_error
 from infer.server.protocol import MAX_ANSWERS, RequestT, named_in
 from infer.server.threads import in_thread
 from infer.text.answer import answer_style
@@ -86,7 +86,9 @@ class Job:
     """A request as read. param: the parameter that holds the prompts. params: None if nothing is to
     be generated. tools: what an answer to a chat may call; None: answers are plain text. unlisted:
     the names of those that messages describe, which the template does not. suffix: the text after
-    the answers. before: what the format needs to know of the encoded prompts, given the adapter."""
+    the answers. before: what the format needs to know of the encoded prompts, given the adapter.
+    counts: whether a prompt that is too long is read to its end, so that the error tells how long
+    it is. begins_first: whether a stream has begun where a prompt is too long."""
 
     prompts: Sequence[Prompt]
     param: str
@@ -99,6 +101,8 @@ class Job:
     stream: bool = False
     suffix: str | None = None
     before: Callable[[EngineClient, list[list[int]], str | None], Awaitable[None]] | None = None
+    counts: bool = False
+    begins_first: bool = False
 
 
 def generate(
@@ -118,7 +122,15 @@ def generate(
                 param=job.param,
             )
         with service.admission.admitted(count):
-            opened = await _open(call, job, adapter)
+            try:
+                opened = await _open(call, job, adapter)
+            except PromptTooLongError as error:
+                if not (job.stream and job.begins_first):
+                    raise
+                format = job.format(Answers(model, ()))
+                await _begin(call, format)
+                await call.part(format.begin() + format.error(error), last=True)
+                return
             call.is_encoded()
             job = replace(job, prompts=())
             watched = [service.metrics.watched(model, answer) for answer in opened]
@@ -167,12 +179,16 @@ def _template_args(job: Job) -> dict[str, Any]:
 
 
 async def encode(call: Call[Any], job: Job) -> list[list[int]]:
-    """The token ids of the prompts. Raises ApiError (400) for one that is too long."""
+    """The token ids of the prompts. Raises ApiError (400), for one that is too long
+    PromptTooLongError."""
     engine, template_args = call.service.engine, _template_args(job)
     given: Sequence[Prompt] = [without_billing(prompt) for prompt in job.prompts]
     if job.suffix is not None:
         given = [_infill(engine, prompt, job.suffix) for prompt in given]
-    encoded = [await encode_prompt(engine, each, template_args, job.param) for each in given]
+    encoded = [
+        await encode_prompt(engine, each, template_args, job.param, counts=job.counts)
+        for each in given
+    ]
     for prompt in given:
         await note_left_out(call, prompt, template_args)
     return encoded
@@ -235,25 +251,20 @@ async def encode_prompt(
     template_args: Mapping[str, Any],
     param: str,
     room: int = 1,
+    counts: bool = False,
 ) -> list[int]:
-    """The token ids of a prompt. Raises ApiError (400) for one that leaves no room for so many
-    tokens."""
+    """The token ids of a prompt. Raises PromptTooLongError for one that leaves no room for so many
+    tokens. counts: as of `Job`."""
     most = engine.context - room
     try:
-        ids = await engine.encode(prompt, template_args, most=most)
+        ids = await engine.encode(prompt, template_args, most=most, counts=counts)
+    except LongPromptError as error:
+        long = error
+    else:
         if len(ids) <= most:
             return ids
-        count = f"{len(ids)}"
-    except LongPromptError as error:
-        count = f"at least {error.tokens}"
-    raise ApiError(
-        400,
-        f"The prompt has {count} tokens, and this model's maximum context length is "
-        f"{engine.context} tokens{', the answer included' if room else ''}. Shorten the prompt, or "
-        "start the server with a larger --context.",
-        param=param,
-        code="context_length_exceeded",
-    )
+        long = LongPromptError(len(ids), True)
+    raise PromptTooLongError(long.tokens, most, engine.context, is_whole=long.is_whole, param=param)
 
 
 def _infill(engine: EngineClient, prefix: Prompt, suffix: str) -> str:
@@ -302,13 +313,7 @@ async def _stream(call: Call[Any], answers: Answers, format: Format) -> None:
     lives, so that no proxy takes the connection for dead."""
     left = len(answers.each)
     async with _reading(answers.each, call.service.stopped, call.service.keepalive) as inbox:
-        await call.start(
-            {
-                "Content-Type": format.media_type,
-                "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",  # nginx passes parts on at once
-            }
-        )
+        await _begin(call, format)
         if data := format.begin():
             await call.part(data)
         while left:
@@ -326,6 +331,16 @@ async def _stream(call: Call[Any], answers: Answers, format: Format) -> None:
             if data and left:  # a piece may have no text yet
                 await call.part(data)
     await call.part(data + format.finish(), last=True)
+
+
+async def _begin(call: Call[Any], format: Format) -> None:
+    await call.start(
+        {
+            "Content-Type": format.media_type,
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",  # nginx passes parts on at once
+        }
+    )
 
 
 class _Inbox:

@@ -322,8 +322,9 @@ class RayEngine(Info):
         template_args: Mapping[str, Any],
         add_special_tokens: bool = True,
         most: int | None = None,
+        counts: bool = False,
     ) -> list[int]:
-        given = prompt, dict(template_args), add_special_tokens, most
+        given = prompt, dict(template_args), add_special_tokens, most, counts
         ids: list[int] = await self._call("encode", *given)
         return ids
 

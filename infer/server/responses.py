@@ -150,6 +150,7 @@ def read(call: Call[ResponsesRequest]) -> Job:
         reasoning_args((request.reasoning or Reasoning()).effort),
         _tools(request, call.warnings),
         stream=request.stream,
+        begins_first=True,
     )
 
 
