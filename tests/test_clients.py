@@ -59,7 +59,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def address(engine: Engine) -> Iterator[str]:
-    with serving(Service(engine, ServerOptions(name="demo", keepalive=600))) as address:
+    with serving(Service(engine, ServerOptions(["demo"], keepalive=600))) as address:
         yield address
 
 

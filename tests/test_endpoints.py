@@ -733,14 +733,21 @@ def test_options_of_the_server_are_passed_on(
     monkeypatch.setattr(import_module("infer.server.host"), "Host", host)
     flags = "--port 0 --api-key a --api-key b --cors-origin https://example.org --strict "
     flags += "--allowed-host example.org"
-    assert invoke("serve", "demo", *flags.split(), "--served-name", "mine").exit_code == 1
+    assert (
+        invoke(
+            "serve", "demo", *flags.split(), "--served-name", "mine", "--served-name", "*"
+        ).exit_code
+        == 1
+    )
     monkeypatch.setenv("INFER_API_KEY", "c d")
     own = ("--chat-template", tmp_path / "own.jinja")
     assert invoke("serve", "demo", "--port", "0", "--log-level", "debug", *own).exit_code == 1
     assert templates == [None, "{{ messages }}\n"]
     hosts = ["example.org", "127.0.0.1"]
     assert seen == [
-        ServerOptions("mine", ["a", "b"], True, ["https://example.org"], allowed_hosts=hosts),
+        ServerOptions(
+            ["mine", "*"], ["a", "b"], True, ["https://example.org"], allowed_hosts=hosts
+        ),
         ServerOptions(api_keys=["c", "d"], allowed_hosts=["127.0.0.1"]),
     ]
     monkeypatch.delenv("INFER_API_KEY")

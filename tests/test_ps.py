@@ -76,6 +76,12 @@ def test_what_a_server_does() -> None:
     assert lines[-1] == f"{address}: ok"
 
 
+def test_other_names_of_a_model_are_no_models() -> None:
+    with serving(fake_service(Engine(), names=["mine", "other"])) as address:
+        whole = json.loads(invoke("--url", address, "--json").stdout)
+    assert [each["name"] for each in whole["models"]] == ["mine", "sql"]
+
+
 def test_a_server_with_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INFER_API_KEY", raising=False)
     with serving(fake_service(Engine(), api_keys=("secret",))) as address:

@@ -619,8 +619,52 @@ def test_pieces_without_text_are_not_sent() -> None:
     assert [event["choices"][0]["text"] for event in sent] == ["a", "b", ""]
 
 
+def test_a_model_has_several_names() -> None:
+    names = ["mine", "claude-haiku", "*", "mine"]
+    asked = {"mine": "mine", "claude-haiku:latest": "claude-haiku", "sql": "sql"}
+    with serving(fake_service(engine := FakeEngine(), names=names[:2])) as address:
+        listed = json.loads(ask(address, "/v1/models")[1])["data"]
+        assert [(each["id"], each.get("root"), each["parent"]) for each in listed] == [
+            ("mine", None, None),
+            ("claude-haiku", "mine", None),
+            ("sql", None, "mine"),
+        ]
+        tags = json.loads(ask(address, "/api/tags")[1])["models"]
+        assert [each["details"]["family"] for each in tags] == ["fake"] * 3
+        for name, told in asked.items():
+            assert answer(address, COMPLETIONS, prompt="x", model=name)["model"] == told
+        response, data = ask(address, COMPLETIONS, {"prompt": "x", "model": "other"})
+        assert response.status == 404
+        assert b"There are: mine, claude-haiku, sql." in data
+    assert [adapter for *_, adapter in engine.asked[1::2]] == [None, None, "sql"]
+    with serving(fake_service(engine := FakeEngine(), names=names)) as address:
+        for name, told in {**asked, "other": "mine"}.items():
+            assert answer(address, COMPLETIONS, prompt="x", model=name)["model"] == told
+        ids = [each["id"] for each in json.loads(ask(address, "/v1/models")[1])["data"]]
+        assert ids == ["mine", "claude-haiku", "sql"]
+        # What clients call a model makes no new series of numbers.
+        counted = ask(address, "/metrics")[1].decode()
+    labels = re.findall(r'vllm:generation_tokens_total\{model_name="(.*)"\}', counted)
+    assert labels == ["mine", "sql"]
+    with serving(fake_service(FakeEngine(), names=["*"])) as address:
+        assert answer(address, COMPLETIONS, prompt="x", model="other")["model"] == "fake"
+    with pytest.raises(RequestError, match="Both the model and an adapter are called 'sql'"):
+        fake_service(FakeEngine(), names=["mine", "sql"])
+
+
+def test_names_that_are_not_the_models_load_nothing(fakes: list[FakeModel]) -> None:
+    options = ServerOptions(["mine", "other"])
+    with serving(Host(fakes[:1], options, keep_alive=0)) as address:
+        answer(address, COMPLETIONS, prompt="x", model="other")
+        wait_for(lambda: FakeModel.room == [])
+        loads = fakes[0].loads
+        assert ask(address, COMPLETIONS, {"prompt": "x", "model": "a"})[0].status == 404
+        assert fakes[0].loads == loads
+        assert answer(address, COMPLETIONS, prompt="x", model="other")["model"] == "other"
+
+
 def test_who_has_no_key() -> None:
-    with serving(fake_service(FakeEngine(), api_keys=["secret"], name="mine")) as address:
+    with serving(fake_service(FakeEngine(), api_keys=["secret"], names=["mine"])) as address:
         for path in ("/v1/models", "/v1/nothing"):
             for headers in ({}, {"Authorization": "Bearer secreT"}, {"Authorization": "secret"}):
                 response, data = ask(address, path, headers=headers)

@@ -95,7 +95,11 @@ def find(url: str, api_key: str | None) -> ServerReport:
     models = _parsed(_get(client, "/v1/models")).get("data")
     metrics = _metrics(_get(client, "/metrics", known=(200, 404)))
     try:
-        served = [_served(model, metrics[model["id"]]) for model in models or ()]
+        served = [
+            _served(model, metrics[model["id"]])
+            for model in models or ()
+            if "root" not in model  # else it is another name of one of them
+        ]
         return ServerReport(client.url, str(health.get("status", "unknown")), served)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _other(client) from error

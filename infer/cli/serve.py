@@ -124,11 +124,12 @@ def serve(
         ),
     ] = LogLevel.INFO,
     served_name: Annotated[
-        str | None,
+        list[str] | None,
         server_option(
             "--served-name",
             metavar="NAME",
-            help="The model's name for clients. Default: its own name.",
+            help="The model's name for clients. Can be repeated: the first one is in its answers; "
+            "'*' is any other name. Default: its own name.",
         ),
     ] = None,
     keep_alive: Annotated[
@@ -195,11 +196,13 @@ def serve(
         nbytes = parse_bytes(cache_memory, "--cache-memory")
         if "" in (api_key or ()):
             raise typer.BadParameter("the key must not be empty", param_hint="--api-key")
+        if "" in (served_name or ()):
+            raise typer.BadParameter("the name must not be empty", param_hint="--served-name")
         origins = [parse_origin(each) for each in cors_origin or ()]
         allowed = [parse_host(each) for each in allowed_host or ()]
         adapters = dict(map(parse_adapter, adapter or ()))
         of_one = (
-            *(served_name, revision, adapters or None),
+            *(served_name or None, revision, adapters or None),
             *(chat_template, draft, draft_quantize),
         )
         if len(models) > 1 and any(given is not None for given in of_one):
@@ -243,7 +246,7 @@ def serve(
             if is_local(opened):
                 allowed.append(host)
             options = ServerOptions(
-                name=served_name,
+                names=served_name or (),
                 api_keys=api_key or (),
                 strict=strict,
                 cors_origins=origins or (),
@@ -311,7 +314,7 @@ def _screen(host: Host, address: str) -> str:
     rows = {
         "address": f"{address}/v1",
         "chat": f"{address}/ in a browser",
-        "model": ", ".join(names),
+        "model": ", ".join(names) + (", or any other name" if "*" in host.options.names else ""),
     }
     chat, asked = True, ""
     if (llm := host.only) is not None:

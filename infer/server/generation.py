@@ -133,7 +133,8 @@ def generate(
                 return
             call.is_encoded()
             job = replace(job, prompts=())
-            watched = [service.metrics.watched(model, answer) for answer in opened]
+            label = adapter or service.name
+            watched = [service.metrics.watched(label, answer) for answer in opened]
             answers = Answers(model, watched, job.n)
             format = job.format(answers)
             if job.stream:

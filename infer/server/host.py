@@ -28,7 +28,7 @@ from infer.server.engine import LLMClient
 from infer.server.errors import ApiError
 from infer.server.metrics import Metrics
 from infer.server.protocol import Health, Model, Models
-from infer.server.service import Served, ServerOptions, Service, find
+from infer.server.service import Served, ServerOptions, Service, find, names_of
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ class Host(Served):
         try:
             for entry in self._entries:
                 found = await self._in_thread(entry.source.find)
-                entry.name = self.options.name or found
+                entry.name = names_of(self.options, found)[0]
                 if any(entry.name == each.name for each in self._entries if each is not entry):
                     raise RequestError(f"Two models are called {shown(entry.name)}: give one.")
             self._found.set()
@@ -302,13 +302,13 @@ class Host(Served):
                     await self._unload(min(others, key=lambda each: (each.users > 0, each.used)))
             llm.watch(self._lost)
             try:
-                options = replace(self.options, name=entry.name)
+                options = replace(self.options, names=self.options.names or (entry.name,))
                 service = Service(LLMClient(llm), options, self.stopped, self.metrics)
             except BaseException:
                 llm.close()
                 raise
             entry.llm, entry.service, entry.used = llm, service, time.monotonic()
-            entry.names = (entry.name, *llm.adapters)
+            entry.names = (*service.names, *llm.adapters)
             service.admission.draining = self._draining
             self._idle(entry)  # those who wait for it are its users from now on
             return service

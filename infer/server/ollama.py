@@ -461,7 +461,7 @@ async def tags(served: Served) -> Tags:
     loaded = {service.name: service.engine for service in served.services()}
     listed = []
     for model in served.models().data:
-        engine = loaded.get(model.parent or model.id)
+        engine = loaded.get(model.parent or model.root or model.id)
         listed.append(await _listed(model.id, model.created, engine))
     return Tags(listed)
 

@@ -516,7 +516,7 @@ class Gpu(Struct):
 class Model(Struct, kw_only=True):
     """A model, in the form of OpenAI and Anthropic. context: positions for a prompt and its answer.
     gpu: what computes it, where the model is loaded. parent: the model, where this is a LoRA
-    adapter."""
+    adapter. root: the model, where this is another name of it."""
 
     id: str
     object: str = "model"
@@ -527,6 +527,7 @@ class Model(Struct, kw_only=True):
     lifecycle: str = "active"
     owned_by: str = "infer"
     parent: str | None = None
+    root: str | UnsetType = UNSET
     context: int | UnsetType = msgspec.field(name="max_model_len", default=UNSET)
     gpu: Gpu | UnsetType = UNSET
 

@@ -277,7 +277,7 @@ class Ingress:
         self._engine, self._replicas = engine, options.replicas
         self._client = RayEngine(engine, await self._info())
         own = ServerOptions(
-            name=options.name,
+            names=() if options.name is None else (options.name,),
             api_keys=tuple(options.api_keys),
             allowed_hosts=options.allowed_hosts,
         )

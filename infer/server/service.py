@@ -28,14 +28,15 @@ _MOST_NOTED = 1000  # warnings in the log: some have words of clients in them
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """name: the model's name for clients; None: its own. api_keys: all endpoints but /health ask
+    """names: the model's names for clients, of which answers without one have the first; "*": any
+    other too; none: its own name. api_keys: all endpoints but /health ask
     for one of these; none: no keys. strict: refuse unknown parameters. cors_origins: the origins
     whose web pages may ask; "*": all. queue: answers that may wait, for each that is generated.
     max_body: bytes of a request's body, and a 16th of all that are received or in work.
     keepalive: seconds without an event after which a stream shows that it lives. allowed_hosts:
     names by which clients may call the server, beside those of this machine; None, or "*": any."""
 
-    name: str | None = None
+    names: Sequence[str] = ()
     api_keys: Sequence[str] = ()
     strict: bool = False
     cors_origins: Sequence[str] = ()
@@ -131,9 +132,10 @@ class Service(Served):
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.name = self.options.name or self.engine.name
-        if self.name in self.engine.adapters:
-            raise RequestError(f"Both the model and an adapter are called {shown(self.name)}.")
+        self.names = names_of(self.options, self.engine.name)
+        self.name = self.names[0]
+        for name in {*self.names} & {*self.engine.adapters}:
+            raise RequestError(f"Both the model and an adapter are called {shown(name)}.")
         self.webgpu = self.engine.gpu.webgpu
         self.admission = Admission(self.engine.slots * (1 + self.options.queue))
         self.bodies = Bodies(self.options.max_body)
@@ -145,8 +147,8 @@ class Service(Served):
         itself. Raises ApiError (404)."""
         if name is None:
             return self.name, None
-        found = find(name, (self.name, *self.engine.adapters))
-        return found, None if found == self.name else found
+        found = find(name, (*self.names, *self.engine.adapters))
+        return found, found if found in self.engine.adapters else None
 
     def note(self, warnings: Sequence[str]) -> None:
         """Tell the log what it has not been told before."""
@@ -164,7 +166,8 @@ class Service(Served):
             gpu=Gpu(gpu.name, gpu.kind, gpu.backend, gpu.driver, gpu.webgpu),
         )
         adapters = [replace(own, id=name, parent=self.name) for name in self.engine.adapters]
-        return Models([own, *adapters])
+        others = [replace(own, id=name, root=self.name) for name in self.names[1:] if name != "*"]
+        return Models([own, *others, *adapters])
 
     def services(self) -> list[Service]:
         return [self]
@@ -186,12 +189,22 @@ class Service(Served):
         self.admission.draining = True
 
 
+def names_of(options: ServerOptions, own: str) -> tuple[str, ...]:
+    """A model's names for clients: first its name in answers, last "*" if it has any. own: its name
+    where it was given none."""
+    given = dict.fromkeys(options.names)
+    named = [name for name in given if name != "*"] or [own]
+    return (*named, "*") if "*" in given else (*named,)
+
+
 def find(name: str, known: Sequence[str]) -> str:
     """The one of these names that a client means: as Ollama has it, who says no tag says "latest".
-    Raises ApiError (404)."""
+    It is the first one if "*" is among them, and no other is meant. Raises ApiError (404)."""
     for each in known:
         if name.removesuffix(":latest") == each.removesuffix(":latest"):
             return each
+    if "*" in known:
+        return known[0]
     raise not_found(name, known)
 
 
