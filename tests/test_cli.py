@@ -185,7 +185,7 @@ def test_help_shows_an_example_and_values_in_capitals() -> None:
 def test_an_unknown_command_gets_a_hint(name: str, message: str) -> None:
     told = refused(name, code=2)
     assert message in told
-    assert "run, chat, serve, ps, pull, list, rm, info, devices, bench" in told
+    assert "run, chat, serve, ps, connect, pull, list, rm, info, devices, bench" in told
 
 
 @pytest.mark.full

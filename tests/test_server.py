@@ -1132,6 +1132,7 @@ def _text(events: Sequence[Mapping[str, Any]]) -> str:
 def test_the_command_serves_until_a_signal(by: signal.Signals) -> None:
     with command() as (process, shown):
         address = address_in(shown)
+        assert f"infer connect claude-code --url {address}" in shown
         example = re.search(r"^curl (\S+) \\\n  -H '(.*): (.*)' -d '(.*)'$", shown, re.M)
         assert example
         place, name, value, body = example.groups()

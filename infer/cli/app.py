@@ -1,5 +1,5 @@
-"""The command line: `infer run`, `infer chat`, `infer serve`, `infer ps`, `infer pull`,
-`infer list`, `infer rm`, `infer info`, `infer devices`, `infer bench`.
+"""The command line: `infer run`, `infer chat`, `infer serve`, `infer ps`, `infer connect`,
+`infer pull`, `infer list`, `infer rm`, `infer info`, `infer devices`, `infer bench`.
 
 Nothing heavy is imported before a command runs, so that `infer --help` answers at once.
 """
@@ -18,6 +18,7 @@ import typer
 
 import infer
 from infer.cli.chat import Conversation, chat, greet, loaded
+from infer.cli.connect import connect
 from infer.cli.lines import TypedLines, history_path
 from infer.cli.options import (
     AdapterOption,
@@ -632,6 +633,17 @@ Example:
     infer ps --url http://gpu-server:8000
 """,
 )(ps)
+
+app.command(
+    cls=Command,
+    epilog="""
+Examples:
+
+    infer connect claude-code
+
+    infer connect codex --write --url http://gpu-server:8000
+""",
+)(connect)
 
 
 @app.command(

@@ -16,6 +16,7 @@ from infer.cli.terminal import exit_codes, show
 from infer.kernels.errors import InferError
 from infer.progress import size, visible
 
+DEFAULT_URL = "http://127.0.0.1:8000"  # of `infer serve`
 _SECONDS = 10.0  # that it has to answer
 _BYTES = 16 << 20  # of an answer, at most
 
@@ -23,7 +24,7 @@ _BYTES = 16 << 20  # of an answer, at most
 def ps(
     url: Annotated[
         str, server_option("--url", metavar="URL", help="The address of the server.")
-    ] = "http://127.0.0.1:8000",
+    ] = DEFAULT_URL,
     api_key: ApiKeyOption = None,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,

@@ -39,6 +39,7 @@ from infer.cli.options import (
     parse_origin,
     server_option,
 )
+from infer.cli.ps import DEFAULT_URL
 from infer.cli.terminal import exit_codes, note, table, warnings_as_notes, wrapped, write
 from infer.kernels.errors import InferError, RequestError
 from infer.progress import ProgressLine, size
@@ -327,9 +328,11 @@ def _screen(host: Host, address: str) -> str:
         asked = f'"model": {json.dumps(names[0])}, '
     asked += '"messages": [{"role": "user", "content": "Hello"}]' if chat else '"prompt": "Hello"'
     key = " -H 'Authorization: Bearer KEY'" if host.options.api_keys else ""
+    url = "" if address == DEFAULT_URL else f" --url {address}"
     about = wrapped(table(rows), sys.stdout)
     return (
         f"{about}\n\ncurl {address}/v1/{'chat/' * chat}completions{key} \\\n"
         f"  -H 'Content-Type: application/json' -d '{{{asked}, \"max_tokens\": 50}}'\n\n"
+        f"Coding agents: infer connect claude-code{url} (or codex, opencode, ...)\n"
         "Ctrl-C stops the server.\n"
     )

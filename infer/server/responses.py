@@ -84,7 +84,12 @@ class Reasoning(Struct):
 
 class ResponsesRequest(Request, kw_only=True):
     # max_tool_calls: of tools that run on OpenAI's servers.
-    labels: ClassVar = Request.labels | {"max_tool_calls", "service_tier", "stream_options"}
+    labels: ClassVar = Request.labels | {
+        "client_metadata",
+        "max_tool_calls",
+        "service_tier",
+        "stream_options",
+    }
     off: ClassVar = {
         "access_programs": (),
         "background": (False,),
