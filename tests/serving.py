@@ -190,7 +190,8 @@ class FakeEngine:
         raise NotImplementedError
 
     async def stats(self) -> EngineStats:
-        return EngineStats(MemoryStats(0, 0, 0, 0, 0), PoolStats(4, 1, 5, 6, 7), 1, 2, 3, 4, 7, 3)
+        cache = PoolStats(4, 1, 5, 6, 7, page_size=16, states=2, state_places=3)
+        return EngineStats(MemoryStats(0, 0, 0, 0, 0), cache, 1, 2, 3, 4, 7, 3, kv_dtype="q8")
 
     async def open(
         self,

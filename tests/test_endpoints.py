@@ -403,6 +403,9 @@ def test_how_models_fill_in_the_middle(tokens: set[str], prompt: str | None) -> 
 # Metrics
 
 
+PARTS = ("queue", "prefill", "decode")
+
+
 def test_metrics_count_what_was_done(llm: LLM) -> None:
     with serving(Service(LLMClient(llm), ServerOptions())) as address:
         whole = answer(address, CHAT, messages=MESSAGES)
@@ -421,6 +424,9 @@ def test_metrics_count_what_was_done(llm: LLM) -> None:
         "time_to_first_token_seconds_count": 2,
         "inter_token_latency_seconds_count": made - 1 + 3,
         "e2e_request_latency_seconds_count": 2,
+        "request_queue_time_seconds_count": 2,
+        "request_prefill_time_seconds_count": 2,
+        "request_decode_time_seconds_count": 2,
         "request_generation_tokens_sum": made + 4,
         "num_requests_running": 0,
         "num_requests_waiting": 0,
@@ -429,6 +435,11 @@ def test_metrics_count_what_was_done(llm: LLM) -> None:
     assert {name: samples[f"vllm:{name}", None] for name in expected} == expected
     assert samples["vllm:request_success_total", "stop"] == 1
     assert samples["vllm:request_success_total", "length"] == 1
+    # Each is a part of what a client has waited for.
+    parts = [samples[f"vllm:request_{part}_time_seconds_sum", None] for part in PARTS]
+    assert min(parts) > 0
+    assert sum(parts) <= samples["vllm:e2e_request_latency_seconds_sum", None]
+    assert sum(parts[:2]) <= samples["vllm:time_to_first_token_seconds_sum", None]
     cache = llm.stats().cache
     assert samples["vllm:prefix_cache_queries_total", None] == cache.lookups
     assert samples["vllm:prefix_cache_hits_total", None] == cache.hits
@@ -441,6 +452,13 @@ def test_metrics_tell_what_engines_say() -> None:
     assert 'vllm:num_requests_running{model_name="fake"} 1.0' in lines
     assert 'vllm:num_requests_waiting{model_name="fake"} 2.0' in lines
     assert 'vllm:kv_cache_usage_perc{model_name="fake"} 0.4' in lines
+    assert 'vllm:state_places{model_name="fake"} 3.0' in lines
+    assert 'vllm:state_places_used{model_name="fake"} 2.0' in lines
+    config = (
+        'vllm:cache_config_info{block_size="16",cache_dtype="q8",kv_cache_size_tokens="160",'
+        'model_name="fake",num_gpu_blocks="10"} 1.0'
+    )
+    assert config in lines
     assert 'vllm:spec_decode_num_drafts_total{model_name="fake"} 4.0' in lines
     assert 'vllm:spec_decode_num_draft_tokens_total{model_name="fake"} 7.0' in lines
     assert 'vllm:spec_decode_num_accepted_tokens_total{model_name="fake"} 3.0' in lines
@@ -809,6 +827,32 @@ def test_the_log_has_a_line_for_a_request_without_its_content(
     assert first.startswith("127.0.0.1 POST /v1/completions 200 ")
     assert second.startswith("127.0.0.1 GET /v1/none?forged 404 ")
     assert "hidden" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_log_tells_of_tokens_and_times(
+    llm: LLM, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    prompt = f"{stream}ly, the log has a line."
+    body = {"prompt": prompt, "max_tokens": 3, "ignore_eos": True, "n": 2, "stream": stream}
+    service = Service(LLMClient(llm), ServerOptions())
+    with caplog.at_level(logging.INFO, "infer"), serving(service) as address:
+        for _ in range(2):
+            assert ask(address, COMPLETIONS, body)[0].status == 200
+    tokens = len(llm.encode(prompt))
+    pattern = (
+        r"127\.0\.0\.1 POST /v1/completions 200 (\S+)s: (\d+) tokens in, (\d+) of them cached, "
+        r"(\d+) out; queue (\S+)s, prefill (\S+)s, decode (\S+)s"
+    )
+    lines = [re.fullmatch(pattern, text) for text in caplog.messages]
+    found = [line.groups() for line in lines if line is not None]
+    # Others of this model's tests have left the token that begins all prompts.
+    assert [(int(a), max(1, int(b)), int(c)) for _, a, b, c, *_ in found] == [
+        (tokens, 1, 6),
+        (tokens, tokens - 1, 6),
+    ]
+    for whole, _, _, _, queue, prefill, decode in found:
+        assert float(whole) >= max(float(queue) + float(prefill), float(decode)) - 0.002 > -0.002
 
 
 # The documents

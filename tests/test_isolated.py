@@ -148,6 +148,24 @@ def test_what_holds_an_answer_goes_on_when_the_process_is_killed(here: LLM, ther
     ]
 
 
+def test_counts_go_on_when_the_process_is_killed() -> None:
+    with infer.load(DEMO, isolate=True) as llm:
+        llm.generate(STORY, max_tokens=2)
+        looked_up = llm.stats().cache.lookups
+        assert looked_up > 0
+        for deaths in (1, 2):
+            os.kill(engine(llm).pid, signal.SIGKILL)
+            llm.generate(STORY, max_tokens=2)
+            cache = llm.stats().cache
+            assert (cache.lookups, cache.hits) == (looked_up * (1 + deaths), 0)
+
+
+def test_times_of_an_answer_are_told(there: LLM) -> None:
+    times = there.generate(STORY, max_tokens=4).timings
+    assert 0 <= times.queue_seconds < times.prefill_seconds
+    assert times.decode_seconds > 0
+
+
 @pytest.mark.full
 def test_a_call_goes_on_when_the_process_is_killed(here: LLM, there: LLM) -> None:
     ids = [*range(100, 300)]  # in several parts, more than may wait

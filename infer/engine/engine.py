@@ -349,8 +349,18 @@ class Engine(TokenEngine):
         running = self._wanted([*scheduler.running, *scheduler.prefilling])
         new = sum(not answer.cancelled for answer in list(self._inbox))
         waiting = self._wanted(list(scheduler.waiting)) + new
-        counts = scheduler.preemptions, *self.verification.counts
-        return EngineStats(memory, self.pool.stats, running, waiting, *counts)
+        drafts, drafted, accepted = self.verification.counts
+        return EngineStats(
+            memory,
+            self.pool.stats,
+            running,
+            waiting,
+            scheduler.preemptions,
+            drafts,
+            drafted,
+            accepted,
+            self.options.kv_dtype,
+        )
 
     def _wanted(self, sequences: Sequence[scheduler.Sequence]) -> int:
         """How many of them somebody still waits for: what is cancelled ends at the next step."""
@@ -625,6 +635,7 @@ class Engine(TokenEngine):
         timings = answer.timings
         if not answer.count:
             timings.prefill_seconds = now - answer.begun
+            timings.queue_seconds = sequence.admitted - answer.begun
             timings.reused_tokens = sequence.reused
             timings.prefilled_tokens = len(answer.prompt) - sequence.reused
         else:

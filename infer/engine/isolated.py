@@ -223,7 +223,8 @@ class WorkerEngine(TokenEngine):
         self._closing = False
         self._error: InferError | None = None  # why nothing can be generated any more
         self._deaths = deque[float](maxlen=DEATHS)
-        self._stats: EngineStats | None = None
+        self._stats: EngineStats | None = None  # with the counts of processes that have ended
+        self._ended: EngineStats | None = None  # the last of the process before
         self._pid = os.getpid()
         self.on_failure: Callable[[InferError], object] = lambda error: None
         try:
@@ -357,7 +358,7 @@ class WorkerEngine(TokenEngine):
                     self._error = error
             case Stats(stats):
                 with self._changed:
-                    self._stats = stats
+                    self._stats = self._counted(stats)
                     self._changed.notify_all()
             case Part(key, value):
                 with self._changed:
@@ -379,7 +380,8 @@ class WorkerEngine(TokenEngine):
                 fitted = {"context": ready.options.context, "max_batch": ready.options.max_batch}
                 self._order = Load(self._order.model, {**self._order.options, **fitted})
                 self._ready = ready
-            self._runs, self._stats = True, ready.stats
+            self._runs, self._ended = True, self._stats
+            self._stats = self._counted(ready.stats)
             for answer in list(self._answers.values()):
                 self._process.send(answer.message())
             for key, call in list(self._calls.items()):
@@ -391,10 +393,11 @@ class WorkerEngine(TokenEngine):
         now = time.perf_counter()
         with self._changed:
             answers = self._answers
-            for key, reused in made.begun:
+            for key, reused, seconds in made.begun:
                 if (answer := answers.get(key)) is not None and not answer.generated:
                     answer.timings.reused_tokens = reused
                     answer.timings.prefilled_tokens = len(answer.prompt) - reused
+                    answer.timings.queue_seconds = max(0.0, now - answer.begun - seconds)
             for key, token, logprobs in made.steps:
                 if (answer := answers.get(key)) is not None:
                     answer.take(Step(token, logprobs=logprobs), now)
@@ -518,7 +521,8 @@ class WorkerEngine(TokenEngine):
                     self._process.send(Cancel(key))
 
     def stats(self) -> EngineStats:
-        """The engine's statistics; the last known ones if it does not answer."""
+        """The engine's statistics; the last known ones if it does not answer. Counts go on where
+        its process was started again, from the last that were known."""
         with self._changed:
             self._check_open()
             before = self._stats
@@ -527,6 +531,9 @@ class WorkerEngine(TokenEngine):
                 self._changed.wait_for(lambda: self._stats is not before, _STATS_SECONDS)
             assert self._stats is not None  # once it is loaded
             return self._stats
+
+    def _counted(self, stats: EngineStats) -> EngineStats:
+        return stats if self._ended is None else stats.continuing(self._ended)
 
     def close(self) -> None:
         if os.getpid() != self._pid:

@@ -140,11 +140,12 @@ class Failed:
 @dataclass(frozen=True)
 class Made:
     """Everything that steps have made since the last message. steps: (answer, token, log
-    probabilities). begun: (answer, cached tokens of its prompt). drafts: (answer, tokens drafted so
-    far, those of them that were right). ended: (answer, the error if there was one)."""
+    probabilities). begun: (answer, cached tokens of its prompt, seconds that the others took).
+    drafts: (answer, tokens drafted so far, those of them that were right). ended: (answer, the
+    error if there was one)."""
 
     steps: Sequence[tuple[int, int, Logprobs | None]]
-    begun: Sequence[tuple[int, int]]
+    begun: Sequence[tuple[int, int, float]]
     drafts: Sequence[tuple[int, int, int]]
     ended: Sequence[tuple[int, InferError | None]]
 

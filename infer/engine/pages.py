@@ -38,13 +38,17 @@ class Match:
 @dataclass(frozen=True)
 class PoolStats:
     """Pages that are referenced, that are only cached, and that are free; tokens that were found,
-    of those that were looked up."""
+    of those that were looked up. page_size: positions of a page. states: snapshots of states that
+    are kept, of the `state_places` that there are."""
 
     in_use: int
     cached: int
     free: int
     hits: int
     lookups: int
+    page_size: int = 1
+    states: int = 0
+    state_places: int = 0
 
 
 @dataclass(eq=False, repr=False)
@@ -133,7 +137,16 @@ class PagePool:
     def stats(self) -> PoolStats:
         in_use = len(self._count)
         free = self.pages - self._unused + len(self._free)
-        return PoolStats(in_use, self.pages - in_use - free, free, self._hits, self._lookups)
+        return PoolStats(
+            in_use,
+            self.pages - in_use - free,
+            free,
+            self._hits,
+            self._lookups,
+            self.page_size,
+            len(self._saved),
+            self.snapshots,
+        )
 
     def pages_for(self, positions: int) -> int:
         return -(-positions // self.page_size)

@@ -11,6 +11,7 @@ the next prompts begin in the same step.
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Ids
@@ -38,7 +39,8 @@ class Sequence:
     steps that were not read yet. reused: positions of the prompt that were cached when it first
     began. draft: tokens that may come next, for its next step to verify. drafted: how many of them
     a step in flight verifies; they count as computed and in_flight once that is read
-    (`Scheduler.accept`). followed: positions that a draft model has cached.
+    (`Scheduler.accept`). followed: positions that a draft model has cached. admitted: when it first
+    began, of time.perf_counter().
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Sequence:
         self.state: State = "waiting"
         self.rank = 0, 0  # the lowest goes first
         self._begun = False
+        self.admitted = 0.0
 
     def forget(self) -> None:
         """It keeps its tokens, and has nothing on the GPU any more."""
@@ -369,6 +372,7 @@ class Scheduler:
                 sequence.saves.insert(0, match.cached)
         if not sequence._begun:
             sequence._begun, sequence.reused = True, match.length
+            sequence.admitted = time.perf_counter()
         return sequence, copy, match.snapshot
 
     # Decode

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,8 @@ class Step:
 @dataclass
 class Timings:
     """Times and counts of one answer: seconds to the first token, and from there to the last;
-    prompt tokens that were computed, and that were cached; tokens after the first."""
+    prompt tokens that were computed, and that were cached; tokens after the first. queue_seconds:
+    of those to the first token, until its prompt was begun."""
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -45,13 +46,15 @@ class Timings:
     decoded_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    queue_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class EngineStats:
     """memory: of the device. cache: the pages of the KV cache. running, waiting: answers.
     preemptions: how often an answer had to give its pages back. drafts: how often something was
-    drafted for an answer. drafted: tokens in all. accepted: those that were right."""
+    drafted for an answer. drafted: tokens in all. accepted: those that were right. kv_dtype: of
+    the cache."""
 
     memory: MemoryStats
     cache: PoolStats
@@ -61,6 +64,18 @@ class EngineStats:
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
+    kv_dtype: str = ""
+
+    def continuing(self, ended: EngineStats) -> EngineStats:
+        """With the counts of an engine that has ended, which this one goes on for, added."""
+        cache = replace(
+            self.cache,
+            hits=self.cache.hits + ended.cache.hits,
+            lookups=self.cache.lookups + ended.cache.lookups,
+        )
+        counts = ("preemptions", "drafts", "drafted", "accepted")
+        sums = {name: getattr(self, name) + getattr(ended, name) for name in counts}
+        return replace(self, cache=cache, **sums)
 
 
 class TokenAnswer(Iterator[Step]):

@@ -240,7 +240,8 @@ class _Worker:
                 steps.append((key, step.token, step.logprobs))
                 if key not in self._begun:
                     self._begun.add(key)
-                    begun.append((key, answer.timings.reused_tokens))
+                    seconds = timings.prefill_seconds - timings.queue_seconds
+                    begun.append((key, timings.reused_tokens, seconds))
             if answer.error is not None or over:
                 ended.append((key, _sendable(answer.error)))
         for key, _ in ended:

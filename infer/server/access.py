@@ -121,7 +121,8 @@ def _given(headers: Headers) -> bytes:
 
 
 class AccessLog:
-    """Logs who asked for what, the status, and the time it took; nothing of its content."""
+    """Logs who asked for what, the status, and the time it took, and of answers how many tokens
+    they have and where the time went; nothing of their content."""
 
     def __init__(self, app: ASGIApp, quiet: Sequence[str]) -> None:
         """quiet: paths that are polled, and not logged."""
@@ -151,4 +152,6 @@ class AccessLog:
             path = scope["path"].encode("ascii", "backslashreplace").decode()
             path = "".join(c if c.isprintable() else "?" for c in path)[:200]
             seconds = time.monotonic() - begun
-            log.log(level, "%s %s %s %s %.3fs", host, scope["method"], path, status, seconds)
+            told = scope.get("state", {}).get("told", "")
+            line = host, scope["method"], path, status, seconds, told
+            log.log(level, "%s %s %s %s %.3fs%s", *line)

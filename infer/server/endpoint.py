@@ -72,6 +72,10 @@ class Call(Generic[RequestT]):
         self.service.note(self.warnings)
         return _headers(self.warnings)
 
+    def tell(self, text: str) -> None:
+        """Have the log's line of the request end so."""
+        self.scope.setdefault("state", {})["told"] = f": {text}"
+
     async def part(self, data: bytes, *, last: bool = False) -> None:
         await self.send({"type": "http.response.body", "body": data, "more_body": not last})
 

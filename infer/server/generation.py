@@ -137,13 +137,29 @@ def generate(
             watched = [service.metrics.watched(label, answer) for answer in opened]
             answers = Answers(model, watched, job.n)
             format = job.format(answers)
-            if job.stream:
-                await _stream(call, answers, format)
-            else:
-                await _finish(answers, service.stopped)
-                await call.reply(format.whole())
+            try:
+                if job.stream:
+                    await _stream(call, answers, format)
+                else:
+                    await _finish(answers, service.stopped)
+                    await call.reply(format.whole())
+            finally:
+                call.tell(_told(answers))
 
     return run
+
+
+def _told(answers: Answers) -> str:
+    """What the log tells of answers: all of their tokens, and the longest times."""
+    prompts, times = answers.of_prompts, [each.timings for each in answers.results]
+    return (
+        f"{sum(each.prompt_tokens for each in prompts)} tokens in, "
+        f"{sum(each.timings.reused_tokens for each in prompts)} of them cached, "
+        f"{sum(each.completion_tokens for each in answers.results)} out; "
+        f"queue {max(each.queue_seconds for each in times):.3f}s, "
+        f"prefill {max(each.prefill_seconds - each.queue_seconds for each in times):.3f}s, "
+        f"decode {max(each.decode_seconds for each in times):.3f}s"
+    )
 
 
 async def _open(call: Call[Any], job: Job, adapter: str | None) -> list[Answer]:

@@ -6,7 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from infer.engine.token_engine import EngineStats
@@ -36,6 +41,9 @@ class Metrics:
         self._ended = counter("request_success", "Answers that have ended.", "finished_reason")
         self._first = histogram("time_to_first_token_seconds", "From an answer's begin.")
         self._next = histogram("inter_token_latency_seconds", "From a token to the next.")
+        self._queue = histogram("request_queue_time_seconds", "Until an answer's prompt is begun.")
+        self._prefill = histogram("request_prefill_time_seconds", "Then to the first token.")
+        self._decode = histogram("request_decode_time_seconds", "Then to the last token.")
         self._whole = histogram("e2e_request_latency_seconds", "From an answer's begin to its end.")
         self._prompts = histogram("request_prompt_tokens", "Of each answer's prompt.", _TOKENS)
         self._answers = histogram("request_generation_tokens", "Of each answer.", _TOKENS)
@@ -62,6 +70,8 @@ _GAUGES: dict[str, tuple[str, _Value]] = {
     "num_requests_waiting": ("Answers that wait for their turn.", lambda s: s.waiting),
     "gpu_memory_bytes": ("Of the GPU, that the model takes.", lambda s: s.memory.allocated),
     "kv_cache_usage_perc": ("The part of the KV cache that is in use, from 0 to 1.", _usage),
+    "state_places": ("Places for states of layers, to begin from.", lambda s: s.cache.state_places),
+    "state_places_used": ("Those in which a state is kept.", lambda s: s.cache.states),
 }
 _COUNTERS: dict[str, tuple[str, _Value]] = {
     "num_preemptions": ("Answers that had to wait again.", lambda s: s.preemptions),
@@ -71,6 +81,18 @@ _COUNTERS: dict[str, tuple[str, _Value]] = {
     "spec_decode_num_draft_tokens": ("Tokens drafted.", lambda s: s.drafted),
     "spec_decode_num_accepted_tokens": ("Drafted tokens that were right.", lambda s: s.accepted),
 }
+
+
+def _config(stats: EngineStats) -> dict[str, str]:
+    """What does not change of the KV cache, as labels."""
+    cache = stats.cache
+    pages = cache.in_use + cache.cached + cache.free
+    return {
+        "block_size": f"{cache.page_size}",
+        "num_gpu_blocks": f"{pages}",
+        "kv_cache_size_tokens": f"{pages * cache.page_size}",
+        "cache_dtype": stats.kv_dtype,
+    }
 
 
 class _Now(Collector):
@@ -87,6 +109,10 @@ class _Now(Collector):
                 for model, stats in self._stats.items():
                     family.add_metric((model,), value(stats))
                 yield family
+        config = InfoMetricFamily("vllm:cache_config", "The KV cache.", labels=_LABELS)
+        for model, stats in self._stats.items():
+            config.add_metric((model,), _config(stats))
+        yield config
 
 
 class _Watched:
@@ -122,6 +148,10 @@ class _Watched:
                 self._next.observe(now - self._last)
             else:
                 self._metrics._first.labels(self._model).observe(now - self._begun)
+                times = self.result.timings
+                self._metrics._queue.labels(self._model).observe(times.queue_seconds)
+                computing = times.prefill_seconds - times.queue_seconds
+                self._metrics._prefill.labels(self._model).observe(computing)
             self._generated.inc()
             self._last = now
             self._count += 1
@@ -141,6 +171,8 @@ class _Watched:
         metrics._ended.labels(model, reason).inc()
         metrics._whole.labels(model).observe(time.monotonic() - self._begun)
         metrics._answers.labels(model).observe(self._count)
+        if self._count:
+            metrics._decode.labels(model).observe(self.result.timings.decode_seconds)
 
     async def aclose(self) -> None:
         await self._answer.aclose()
