@@ -258,7 +258,7 @@ def test_tools_are_not_deferred_for_a_search_that_is_not_here(
             model="fake", max_tokens=9, messages=MESSAGES, tools=[search, *DEFERRED]
         )
     told = [
-        f"The tool {search['type']} is not here. It was left out.",
+        f"The tool '{search['type']}' is not here. It was left out.",
         "defer_loading is not obeyed, because the tool that would search is not here.",
     ]
     assert raw.headers["X-Infer-Warning"] == " ".join(told)

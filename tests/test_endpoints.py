@@ -534,10 +534,10 @@ def test_the_log_has_each_warning_once_and_not_without_end(
     names = ["web_search", "tool_search"]
     left = [f"fake: Tools of the type '{name}' are not here. It was left out." for name in names]
     with serving(fake_service(FakeEngine())) as address:
-        for more in ({}, {"stream": True}, {"a": 1}, {"b": 1}):
+        for more in ({}, {"stream": True}, {"a\nb": 1}, {"c": 1}):
             assert ask(address, RESPONSES, {"input": "x", "tools": tools, **more})[0].status == 200
     told = [text for text in caplog.messages if text.startswith("fake")]
-    assert told == [*left, "fake: There is no parameter 'a' here. It was ignored."]
+    assert told == [*left, r"fake: There is no parameter 'a\nb' here. It was ignored."]
 
 
 def test_an_argument_that_the_chat_template_does_not_read_is_told() -> None:

@@ -661,6 +661,8 @@ def test_names_that_are_not_the_models_load_nothing(fakes: list[FakeModel]) -> N
         assert ask(address, COMPLETIONS, {"prompt": "x", "model": "a"})[0].status == 404
         assert fakes[0].loads == loads
         assert answer(address, COMPLETIONS, prompt="x", model="other")["model"] == "other"
+    with serving(Host(fakes[1:2], ServerOptions(["*"]))) as address:
+        assert answer(address, COMPLETIONS, prompt="x", model="other")["model"] == "b"
 
 
 def test_who_has_no_key() -> None:

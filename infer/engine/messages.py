@@ -140,7 +140,7 @@ class Failed:
 @dataclass(frozen=True)
 class Made:
     """Everything that steps have made since the last message. steps: (answer, token, log
-    probabilities). begun: (answer, cached tokens of its prompt, seconds that the others took).
+    probabilities). begun: (answer, cached tokens of its prompt, seconds that its prompt took).
     drafts: (answer, tokens drafted so far, those of them that were right). ended: (answer, the
     error if there was one)."""
 

@@ -37,7 +37,7 @@ class Step:
 class Timings:
     """Times and counts of one answer: seconds to the first token, and from there to the last;
     prompt tokens that were computed, and that were cached; tokens after the first. queue_seconds:
-    of those to the first token, until its prompt was begun."""
+    how long it waited until its prompt was begun, a part of prefill_seconds."""
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

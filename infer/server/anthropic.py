@@ -288,7 +288,7 @@ def _tools(
     """What an answer may call, and the names of those tools that messages describe. found: the
     names of tools that messages refer to."""
     others = [tool.type for tool in request.tools if not tool.runs_here]
-    warnings += [f"The tool {kind} is not here. It was left out." for kind in others]
+    warnings += [f"The tool {shown(kind)} is not here. It was left out." for kind in others]
     deferred = {tool.name for tool in request.tools if tool.runs_here and tool.defer_loading}
     if deferred and any(str(kind).startswith("tool_search_tool") for kind in others):
         warnings.append(

@@ -302,7 +302,7 @@ class Host(Served):
                     await self._unload(min(others, key=lambda each: (each.users > 0, each.used)))
             llm.watch(self._lost)
             try:
-                options = replace(self.options, names=self.options.names or (entry.name,))
+                options = replace(self.options, names=names_of(self.options, entry.name))
                 service = Service(LLMClient(llm), options, self.stopped, self.metrics)
             except BaseException:
                 llm.close()

@@ -41,9 +41,15 @@ class Metrics:
         self._ended = counter("request_success", "Answers that have ended.", "finished_reason")
         self._first = histogram("time_to_first_token_seconds", "From an answer's begin.")
         self._next = histogram("inter_token_latency_seconds", "From a token to the next.")
-        self._queue = histogram("request_queue_time_seconds", "Until an answer's prompt is begun.")
-        self._prefill = histogram("request_prefill_time_seconds", "Then to the first token.")
-        self._decode = histogram("request_decode_time_seconds", "Then to the last token.")
+        self._queue = histogram(
+            "request_queue_time_seconds", "From an answer's begin to its prompt's."
+        )
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "From a prompt's begin to its answer's first token."
+        )
+        self._decode = histogram(
+            "request_decode_time_seconds", "From an answer's first token to its last."
+        )
         self._whole = histogram("e2e_request_latency_seconds", "From an answer's begin to its end.")
         self._prompts = histogram("request_prompt_tokens", "Of each answer's prompt.", _TOKENS)
         self._answers = histogram("request_generation_tokens", "Of each answer.", _TOKENS)
@@ -70,8 +76,8 @@ _GAUGES: dict[str, tuple[str, _Value]] = {
     "num_requests_waiting": ("Answers that wait for their turn.", lambda s: s.waiting),
     "gpu_memory_bytes": ("Of the GPU, that the model takes.", lambda s: s.memory.allocated),
     "kv_cache_usage_perc": ("The part of the KV cache that is in use, from 0 to 1.", _usage),
-    "state_places": ("Places for states of layers, to begin from.", lambda s: s.cache.state_places),
-    "state_places_used": ("Those in which a state is kept.", lambda s: s.cache.states),
+    "state_places": ("Places for states of layers that are kept.", lambda s: s.cache.state_places),
+    "state_places_used": ("States of layers that are kept.", lambda s: s.cache.states),
 }
 _COUNTERS: dict[str, tuple[str, _Value]] = {
     "num_preemptions": ("Answers that had to wait again.", lambda s: s.preemptions),

@@ -23,18 +23,19 @@ from infer.server.protocol import Gpu, Health, Model, Models
 
 log = logging.getLogger(__name__)
 
-_MOST_NOTED = 1000  # warnings in the log: some have words of clients in them
+# Warnings in the log, and their characters: some have words of clients in them.
+_MOST_NOTED, _LONGEST = 1000, 500
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """names: the model's names for clients, of which answers without one have the first; "*": any
-    other too; none: its own name. api_keys: all endpoints but /health ask
-    for one of these; none: no keys. strict: refuse unknown parameters. cors_origins: the origins
-    whose web pages may ask; "*": all. queue: answers that may wait, for each that is generated.
-    max_body: bytes of a request's body, and a 16th of all that are received or in work.
-    keepalive: seconds without an event after which a stream shows that it lives. allowed_hosts:
-    names by which clients may call the server, beside those of this machine; None, or "*": any."""
+    """names: the model's names for clients, the first of which it has in answers; "*": any other
+    too; none: its own name. api_keys: all endpoints but /health ask for one of these; none: no
+    keys. strict: refuse unknown parameters. cors_origins: the origins whose web pages may ask; "*":
+    all. queue: answers that may wait, for each that is generated. max_body: bytes of a request's
+    body, and a 16th of all that are received or in work. keepalive: seconds without an event after
+    which a stream shows that it lives. allowed_hosts: names by which clients may call the server,
+    beside those of this machine; None, or "*": any."""
 
     names: Sequence[str] = ()
     api_keys: Sequence[str] = ()
@@ -152,7 +153,8 @@ class Service(Served):
 
     def note(self, warnings: Sequence[str]) -> None:
         """Tell the log what it has not been told before."""
-        for text in warnings:
+        for warning in warnings:
+            text = "".join(c if c.isprintable() else "?" for c in warning[:_LONGEST])
             if text not in self._noted and len(self._noted) < _MOST_NOTED:
                 self._noted.add(text)
                 log.warning("%s: %s", self.name, text)
