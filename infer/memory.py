@@ -171,14 +171,30 @@ class MemoryCount:
         if options not in self._needed:
             self._device.allocated = self._without_engine
             Engine(self._device, self.model, self._weights, options, self._beside, self._draft)
-            known = self._weight_bytes, self._kv_bytes(options)
-            self._needed[options] = MemoryNeed(*known, self._device.allocated - sum(known))
+            other = self._device.allocated - self._weight_bytes
+            other -= self._kv_bytes(options, options.first_pages)
+            other += self._rope_bytes(options)
+            cache = self._kv_bytes(options, options.pages)
+            self._needed[options] = MemoryNeed(self._weight_bytes, cache, other)
         return self._needed[options]
 
-    def _kv_bytes(self, options: EngineOptions) -> int:
-        models = [self.model, *([] if self.draft is None else [self.draft.model])]
-        each = sum(kv_bytes_per_position(model, options.kv_dtype) for model in models)
-        return each * PAGE * options.pages
+    @property
+    def _models(self) -> list[Decoder]:
+        return [self.model, *([] if self.draft is None else [self.draft.model])]
+
+    def _kv_bytes(self, options: EngineOptions, pages: int) -> int:
+        each = sum(kv_bytes_per_position(model, options.kv_dtype) for model in self._models)
+        return each * PAGE * pages
+
+    def _rope_bytes(self, options: EngineOptions) -> int:
+        """Bytes by which the rotary tables grow with the cache."""
+        first = min(options.context, options.first_pages * PAGE)
+        return sum(
+            table_bytes(rope, options.context) - table_bytes(rope, first)
+            for model in self._models
+            for rope in (model.config.rope, model.config.local_rope)
+            if rope is not None
+        )
 
     def fitting(self, options: EngineOptions, *, may_shrink: Sequence[str] = ()) -> EngineOptions:
         """The options, with a smaller "max_batch" or "context" if that is needed and allowed.
@@ -195,7 +211,8 @@ class MemoryCount:
                 drafting = _largest(self.draft.model, options, " of the draft model")
                 largest = max(largest, drafting, key=lambda growing: growing.nbytes)
             fits_binding = largest.nbytes <= binding
-            least = self._weight_bytes + self._kv_bytes(options)  # to build no engine in vain
+            # To build no engine in vain.
+            least = self._weight_bytes + self._kv_bytes(options, options.pages)
             fewer = "max_batch" in may_shrink and options.max_batch > 1
             if fits_binding and (free is None or least <= free):
                 # Steps of many rows may be too large for one binding.

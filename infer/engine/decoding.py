@@ -200,8 +200,12 @@ class Decoding:
             return
         if body.batch is batch and body.longest == longest and self._resident.has(batch.slots):
             return
-        self._body = None
-        if (recorded := _result(body)) is not None:
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the recorded body, if there is one."""
+        body, self._body = self._body, None
+        if body is not None and (recorded := _result(body)) is not None:
             queue = self._submissions.queue
             self._resident.discard(queue, recorded, len(body.batch.slots))
 

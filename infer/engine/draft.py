@@ -143,6 +143,11 @@ class DraftModel:
         """Assume an empty cache."""
         self._filled = [0] * len(self._filled)
 
+    def grow(self, n_pages: int) -> None:
+        """Have a cache of so many pages. Nothing recorded may be in use."""
+        self.steps.grow(n_pages, 0)
+        self._recordings.clear()
+
     def forget_pages(self, pages: Sequence[int]) -> None:
         """These pages hold something else from here on."""
         for page in pages:

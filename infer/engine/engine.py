@@ -45,7 +45,7 @@ from infer.engine.token_engine import EngineStats, Step, Timings, TokenEngine
 from infer.engine.turns import Turns
 from infer.engine.verification import Verification
 from infer.kernels.compiler.target import MAX_VEC_ROWS
-from infer.kernels.errors import ModelError
+from infer.kernels.errors import ModelError, OutOfMemoryError
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import EMPTY, Copy, Recording, StepQueue
@@ -393,7 +393,9 @@ class Engine(TokenEngine):
                 self._read()
             self._is_whole = False
             self._reset()
-            self.resident.give_pages(0, range(-(-self.context // PAGE)))
+            if (pages := -(-self.context // PAGE)) > self.steps.cache.n_pages:
+                self._grow(pages)
+            self.resident.give_pages(0, range(pages))
             try:
                 yield
             finally:
@@ -433,12 +435,43 @@ class Engine(TokenEngine):
                 rows = self.pace.rows_beside if self.scheduler.running else self.pace.rows
                 rows = self.pace.filled(rows, self.scheduler.shared_rows)
             work = self.scheduler.next(rows)
+            if self.pool.touched > self.steps.cache.n_pages and not self._has_grown():
+                break
             if work is None:
                 break
             if isinstance(work, Decode):
                 self._decode(work)
             else:
                 self._prefill(work)
+
+    def _has_grown(self) -> bool:
+        """Have memory for all pages that are used. Returns False if there is none: then the answers
+        that have pages without memory end with that error, and others go on with an empty cache."""
+        n_pages = self.steps.cache.n_pages
+        try:
+            self._grow(self.pool.touched)
+        except OutOfMemoryError as error:
+            for sequence, answer in self._answers.items():
+                if any(page >= n_pages for page in sequence.pages):
+                    answer.error, answer.ended = error, True
+            self._recover()
+            return False
+        return True
+
+    def _grow(self, least: int) -> None:
+        """Have a cache of so many pages, or of half as many more than now. Its first use of each
+        page comes after this. Raises OutOfMemoryError."""
+        now = self.steps.cache.n_pages
+        n_pages = min(self.options.pages, max(least, now + now // 2))
+        # What is recorded binds the smaller buffers.
+        self.verification.drop()
+        self.decoding.drop()
+        self._batch = None
+        self.recordings.clear()
+        self.texts.forget_recordings()
+        self.steps.grow(n_pages, self.resident.table_length)
+        if self.draft is not None:
+            self.draft.grow(n_pages)
 
     def _take_in(self) -> None:
         while self._inbox:

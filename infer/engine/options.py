@@ -12,6 +12,7 @@ from infer.kernels.state.kv_cache import PAGE
 MAX_BATCH = 64
 AHEAD = 2  # steps in flight: one runs while the next is recorded
 DRAFT_ROWS = 1 + MAX_DRAFT
+_FIRST_POSITIONS = 8192  # of the cache before it grows, for the first sequence
 _POSITIONS_EACH = 1024  # of the cache, for sequences beside the first, where nobody says how many
 
 
@@ -22,7 +23,8 @@ class EngineOptions:
 
     context: the most positions of a sequence. max_batch: the most sequences at once; others wait.
     cache_positions: of the KV cache, for all sequences together; None: the context, and 1,024 for
-    each further sequence. kv_dtype: "f16", "f32" or "q8". prefill_chunk: the most rows of a prefill
+    each further sequence. first_positions: that the cache has memory for before it grows; None:
+    8,192, and 1,024 for each further sequence. kv_dtype: "f16", "f32" or "q8". prefill_chunk: the most rows of a prefill
     step. invariant: an answer's logits and tokens are the same to the last bit whatever runs beside
     it, however its prompt is cut, and whether it is cached: all steps use the kernels of few rows,
     so that prefill and single answers are slower.
@@ -40,6 +42,7 @@ class EngineOptions:
     context: int
     max_batch: int = 1
     cache_positions: int | None = None
+    first_positions: int | None = None
     kv_dtype: str = "f16"
     prefill_chunk: int = 512
     fuse: bool = True
@@ -50,9 +53,11 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Raises RequestError for values of the wrong type, and for counts out of range."""
-        for name in ("context", "prefill_chunk", "ahead", "max_batch", "cache_positions"):
+        names = ("context", "prefill_chunk", "ahead", "max_batch")
+        optional = ("cache_positions", "first_positions")
+        for name in (*names, *optional):
             value = getattr(self, name)
-            if value is None and name == "cache_positions":
+            if value is None and name in optional:
                 continue
             if type(value) is not int or value < 1:
                 raise RequestError(f"`{name}` must be a positive integer, not {shown(value)}.")
@@ -82,8 +87,16 @@ class EngineOptions:
         return min(MAX_BATCH, max(DRAFT_ROWS, 2 * self.max_batch))
 
     @property
+    def first_pages(self) -> int:
+        """Pages that the KV cache has memory for at first. It grows as it is used."""
+        positions = self.first_positions
+        if positions is None:
+            positions = _FIRST_POSITIONS + (self.max_batch - 1) * _POSITIONS_EACH
+        return min(self.pages, -(-positions // PAGE) + 1)
+
+    @property
     def pages(self) -> int:
-        """Pages of the KV cache."""
+        """Pages of the KV cache, at most."""
         if self.cache_positions is not None:
             return -(-self.cache_positions // PAGE)
         others = (self.max_batch - 1) * -(-min(self.context, _POSITIONS_EACH) // PAGE)

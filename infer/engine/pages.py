@@ -148,6 +148,11 @@ class PagePool:
             self.snapshots,
         )
 
+    @property
+    def touched(self) -> int:
+        """How many of the first pages have been used: those behind them need no memory yet."""
+        return self._unused
+
     def pages_for(self, positions: int) -> int:
         return -(-positions // self.page_size)
 

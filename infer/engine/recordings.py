@@ -16,6 +16,10 @@ class Recordings:
         self._steps, self._sampler = steps, sampler
         self._made: dict[tuple[Any, ...], Recording] = {}
 
+    def clear(self) -> None:
+        """Make all of them anew, when they are next needed."""
+        self._made.clear()
+
     def __len__(self) -> int:
         return len(self._made)
 

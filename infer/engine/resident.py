@@ -15,12 +15,13 @@ from infer.models.loading.config import RopeConfig
 
 
 class Resident:
-    """pages: those of each slot's sequence. unknown: slots whose next row the GPU does not know, so
+    """pages: those of each slot's sequence. table_length: of the rotary table that is there
+    (`rope.table_length`). unknown: slots whose next row the GPU does not know, so
     that the host has to write it (`set_next`)."""
 
     def __init__(self, steps: Steps, sampler: Sampler, rope: RopeConfig, slots: int) -> None:
         self._steps, self._sampler, self._rope, self._slots = steps, sampler, rope, slots
-        self._table_length = 0
+        self.table_length = 0
         self.forget()
 
     def forget(self) -> None:
@@ -44,10 +45,10 @@ class Resident:
 
     def rotate_for(self, length: int) -> None:
         """Write the rotary table of this length (`table_length`), unless it is there."""
-        if length != self._table_length:
-            table = rope_table(self._rope, self._steps.context, length)
+        if length != self.table_length:
+            table = rope_table(self._rope, self._steps.positions, length)
             self._steps.device.write(self._steps.rope.table, table)
-            self._table_length = length
+            self.table_length = length
 
     def give_pages(self, slot: int, pages: Sequence[int]) -> None:
         known = self.pages[slot]

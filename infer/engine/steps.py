@@ -26,7 +26,7 @@ from infer.kernels.ops.linear import Changes, Linear
 from infer.kernels.ops.matmul_rows import few_rows
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.hidden import HiddenStates
-from infer.kernels.state.kv_cache import KVCache, LayerCache
+from infer.kernels.state.kv_cache import PAGE, KVCache, LayerCache
 from infer.kernels.state.layer_state import Cache, LayerState
 from infer.kernels.state.step import MAX_PROMPTS, step_bytes
 from infer.models.blocks.decoder import Decoder, before_head
@@ -86,6 +86,7 @@ class Steps:
         self.predicted: LayerCache | None = None  # the cache of the predictor's layer
         self.last_hidden: HiddenStates | None = None
         self.caches: list[Cache] = []  # of each layer
+        self._owns_cache = follows is None
         if follows is not None:
             assert follows.predicted is not None
             self.cache: KVCache = follows.cache
@@ -101,7 +102,7 @@ class Steps:
                 self.context,
                 sequences=max_batch,
                 dtype=options.kv_dtype,
-                n_pages=options.pages,
+                n_pages=options.first_pages,
                 pages=pages,
             )
             keys_and_values = iter(self.cache.layers)
@@ -113,6 +114,7 @@ class Steps:
                 else:
                     own = source == layer
                     self.caches.append(next(keys_and_values) if own else self.caches[source])
+            self._uploaded: list[tuple[RopeConfig, Rope]] = []
             self.rope = self._upload(c.rope)
         local = self.rope if c.local_rope is None else self._upload(c.local_rope)
         self.ropes = [
@@ -203,10 +205,33 @@ class Steps:
         self.arena.reserve([max(same) for same in zip_longest(*sizes, fillvalue=0)])
         self._plans: dict[tuple[str, bool], DispatchPlan] = {}
 
+    @property
+    def positions(self) -> int:
+        """How many positions of a sequence the cache has pages for now, at most the context."""
+        return min(self.context, self.cache.n_pages * PAGE)
+
     def _upload(self, rope: RopeConfig) -> Rope:
-        nbytes = table_bytes(rope, self.context)
-        table = self.device.made(nbytes, lambda: rope_table(rope, self.context), "rope table")
-        return Rope(table, rope.rotary_dim, rope.interleaved)
+        positions = self.positions
+        nbytes = table_bytes(rope, positions)
+        table = self.device.made(nbytes, lambda: rope_table(rope, positions), "rope table")
+        made = Rope(table, rope.rotary_dim, rope.interleaved)
+        self._uploaded.append((rope, made))
+        return made
+
+    def grow(self, n_pages: int, length: int) -> None:
+        """Have a cache of so many pages, and rotary tables for its positions. length: of the
+        sequences that the tables are for (`rope.table_length`). No plan may be in use: all are made
+        anew when they are next needed. Raises OutOfMemoryError."""
+        if self._owns_cache:
+            first = self.positions
+            self.cache.grow(n_pages)
+            positions = self.positions
+            for rope, made in self._uploaded if positions > first else ():
+                before = table_bytes(rope, first)
+                self.device.grow(made.table, table_bytes(rope, positions), [(0, 0, before)])
+                rest = rope_table(rope, positions, length, first)
+                self.device.write(made.table, rest, before)
+        self._plans.clear()
 
     @cached_property
     def hidden(self) -> Buffer:

@@ -19,7 +19,7 @@ from infer.engine.recordings import Recordings
 from infer.engine.scheduler import Prefill
 from infer.engine.steps import HIDDEN, SCORED, Steps
 from infer.kernels.compiler.graph import stride
-from infer.kernels.errors import ModelError
+from infer.kernels.errors import InferError, ModelError
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.record import Recording
 from infer.kernels.state.sampler import LOGPROB, LOGPROBS_BYTES, Sampler
@@ -37,6 +37,7 @@ class Text(ABC):
     sequence: scheduler.Sequence
     ended: bool = field(default=False, init=False)
     cancelled: bool = field(default=False, init=False)
+    error: InferError | None = field(default=None, init=False)
 
     @property
     def table_length(self) -> int:
@@ -151,6 +152,10 @@ class Texts:
             of = steps.scored, stride(vocab_size), vocab_size
         return Chunk(text, work.start, work.last, rows, *of)
 
+    def forget_recordings(self) -> None:
+        """Make them anew, when they are next needed."""
+        self._scored.clear()
+
     def recording(self, text: Text, kind: str, head: bool, by_row: bool) -> Recording:
         """kind: of a step of prefill that has room for it. The others as for `Recordings.of`."""
         if isinstance(text, Embedding):
@@ -247,6 +252,8 @@ class Texts:
         try:
             while not (text.ended and not text.parts):
                 engine.wait(lambda: bool(text.parts) or text.ended)
+                if text.error is not None:
+                    raise text.error
                 while text.parts:
                     yield text.parts.popleft()
         finally:
@@ -254,8 +261,10 @@ class Texts:
 
 
 def _pooled(text: Embedding, engine: TextEngine) -> NDArray[np.float64]:
-    """Waited for. Raises ModelError for what is not finite."""
+    """Waited for. Raises its error, and ModelError for what is not finite."""
     engine.wait(lambda: text.ended)
+    if text.error is not None:
+        raise text.error
     assert text.pooled is not None
     if not np.isfinite(text.pooled).all():
         raise ModelError(

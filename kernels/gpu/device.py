@@ -113,7 +113,8 @@ class Limits:
 
 @dataclass(eq=False)
 class Buffer:
-    """GPU memory. nbytes is a multiple of 16; usage is a key of `_USAGE`."""
+    """GPU memory. nbytes is a multiple of 16; usage is a key of `_USAGE`. `Device.grow` replaces
+    the handle."""
 
     handle: Any
     nbytes: int
@@ -324,6 +325,23 @@ class Device(Uncopied):
                     self._buffers.remove(buffer)
                     self._allocated -= buffer.nbytes
                     buffer.handle.destroy()
+
+    def grow(self, buffer: Buffer, nbytes: int, kept: Sequence[tuple[int, int, int]]) -> None:
+        """Give a buffer more memory, in order with submitted work. kept: (from, to, nbytes) of what
+        it keeps; the rest is zeros. What binds the buffer has to bind it anew, and nothing that was
+        recorded before may be submitted any more. Raises OutOfMemoryError, and the buffer is as it
+        was."""
+        larger = self.buffer(nbytes, buffer.usage, buffer.label)
+        with self.errors():
+            encoder = self.handle.create_command_encoder()
+            for source, to, count in kept:
+                encoder.copy_buffer_to_buffer(buffer.handle, source, larger.handle, to, count)
+            self.handle.queue.submit([encoder.finish()])
+        for name in ("handle", "nbytes"):
+            own, other = getattr(buffer, name), getattr(larger, name)
+            setattr(buffer, name, other)
+            setattr(larger, name, own)
+        self.destroy([larger])
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -568,6 +586,10 @@ class DryDevice(Device):
         nbytes = max(16, -(-nbytes // 16) * 16)
         self.allocated += nbytes
         return Buffer(None, nbytes, usage, label)
+
+    def grow(self, buffer: Buffer, nbytes: int, kept: Sequence[tuple[int, int, int]]) -> None:
+        self.allocated += nbytes - buffer.nbytes
+        buffer.nbytes = nbytes
 
     def write(self, buffer: Buffer, data: np.ndarray[Any, Any] | bytes, offset: int = 0) -> None:
         pass

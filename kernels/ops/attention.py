@@ -109,7 +109,7 @@ class Attention(Maker):
             return 0  # by matrices either, which no software adapter has
         variant = self.variant(target) if target.fuse else None
         if variant is None:  # the scores of all heads
-            return self.n_heads * self.cache.slots
+            return self.n_heads * self.cache.pages_per_sequence * PAGE
         _, stored = variant.stored(self.cache.pages_per_sequence * PAGE)
         return self.n_heads * stored * (self.cache.head_dim + 2)
 

@@ -25,7 +25,6 @@ def kv_params(cache: LayerCache) -> dict[str, Any]:
         "PAGE": PAGE,
         "PAGES_PER_SEQUENCE": cache.pages_per_sequence,
         "PAGED": cache.paged,
-        "SLOTS": cache.slots,
     }
 
 
@@ -176,7 +175,6 @@ NO_KEY: dict[str, Any] = {
     "PAGE": 0,
     "PAGES_PER_SEQUENCE": 0,
     "PAGED": False,
-    "SLOTS": 0,
     "EPS": 0.0,
     "LATENT_STRIDE": 0,
     "LATENT_OFFSET": 0,

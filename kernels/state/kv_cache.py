@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,10 +33,10 @@ class KVShape(NamedTuple):
 class LayerCache:
     """Keys and values of one layer, [slot][kv head][head_dim], and the map from positions to slots.
 
-    dtype is one of KV_DTYPES; slots is a multiple of PAGE. paged: kernels look positions up in the
-    page table; else they take it for the identity. q8: all int8, then all scales, f32, of blocks of
-    `kv_block` dimensions. In a latent cache keys and values are the same buffer. Before `first`, a
-    position is attended to by its own row alone.
+    dtype is one of KV_DTYPES. paged: kernels look positions up in the page table; else they take it
+    for the identity. q8: all int8, then all scales, f32, of blocks of `kv_block` dimensions. In a
+    latent cache keys and values are the same buffer. Before `first`, a position is attended to by
+    its own row alone.
     """
 
     keys: Buffer
@@ -44,7 +45,6 @@ class LayerCache:
     dtype: str
     n_kv_heads: int
     head_dim: int
-    slots: int
     pages_per_sequence: int
     paged: bool = False
     first: int = 0
@@ -53,10 +53,26 @@ class LayerCache:
     def shape(self) -> KVShape:
         return KVShape(self.n_kv_heads, self.head_dim, self.values is self.keys)
 
+    @property
+    def slots(self) -> int:
+        """Positions that there is memory for, a multiple of PAGE."""
+        return self.keys.nbytes // sum(self.slot_bytes)
+
+    @property
+    def slot_bytes(self) -> list[int]:
+        """Bytes of a position in each part of a buffer: values, and in q8 scales behind them."""
+        return _slot_bytes(self.n_kv_heads, self.head_dim, self.dtype)
+
 
 def kv_block(head_dim: int) -> int:
     """How many dimensions share a scale in q8: 32 if that divides a head, else 16 or 8."""
     return math.gcd(head_dim, 32)
+
+
+def _slot_bytes(n_kv_heads: int, head_dim: int, dtype: str) -> list[int]:
+    if dtype != "q8":
+        return [n_kv_heads * head_dim * (2 if dtype == "f16" else 4)]
+    return [n_kv_heads * head_dim, 4 * n_kv_heads * (head_dim // kv_block(head_dim))]
 
 
 def kv_cache_bytes(shape: KVShape, positions: int, dtype: str) -> int:
@@ -66,9 +82,8 @@ def kv_cache_bytes(shape: KVShape, positions: int, dtype: str) -> int:
 
 def keys_bytes(shape: KVShape, positions: int, dtype: str) -> int:
     """Bytes of the keys of a layer's cache of that many positions, rounded up to whole pages."""
-    slots, d = -(-positions // PAGE) * PAGE, shape.head_dim
-    head = {"f16": 2 * d, "f32": 4 * d, "q8": d + 4 * (d // kv_block(d))}[dtype]
-    return shape.n_kv_heads * slots * head
+    slots = -(-positions // PAGE) * PAGE
+    return slots * sum(_slot_bytes(shape.n_kv_heads, shape.head_dim, dtype))
 
 
 def to_kv(values: NDArray[Any], dtype: str) -> NDArray[np.uint8]:
@@ -146,7 +161,6 @@ class KVCache:
                     dtype,
                     n_kv_heads,
                     head_dim,
-                    slots,
                     self.pages_per_sequence,
                     paged,
                 )
@@ -160,18 +174,31 @@ class KVCache:
         at = sequence * self.pages_per_sequence + first
         self.device.write(self.pages, np.array(pages, np.uint32), 4 * at)
 
+    def grow(self, n_pages: int) -> None:
+        """To so many pages, which hold what they held. Everything that binds the cache has to be
+        bound anew. Raises OutOfMemoryError: some layers may have grown then."""
+        slots = n_pages * PAGE
+        for layer in self.layers:
+            sizes = layer.slot_bytes
+            for buffer in dict.fromkeys((layer.keys, layer.values)):
+                before = buffer.nbytes // sum(sizes)
+                if before < slots:
+                    starts = [0, *accumulate(sizes)]
+                    kept = [
+                        (start * before, start * slots, size * before)
+                        for start, size in zip(starts, sizes, strict=False)
+                    ]
+                    self.device.grow(buffer, slots * sum(sizes), kept)
+        self.n_pages = n_pages
+
     def copies(self, page: int, to: int, positions: int) -> list[Copy]:
         """The copies after which the first positions of one page are those of another, too. They go
         through a buffer, as none may be copied into itself."""
         found = []
         for layer in self.layers:
-            heads, d = layer.n_kv_heads, layer.head_dim
-            sizes = [heads * d * {"f16": 2, "f32": 4, "q8": 1}[layer.dtype]]  # of a position
-            if layer.dtype == "q8":
-                sizes.append(4 * heads * (d // kv_block(d)))
             for buffer in dict.fromkeys((layer.keys, layer.values)):
                 start = 0
-                for size in sizes:
+                for size in layer.slot_bytes:
                     own, new = (start + n * PAGE * size for n in (page, to))
                     found.append(Copy((buffer, own), (self._page, 0), positions * size))
                     found.append(Copy((self._page, 0), (buffer, new), positions * size))

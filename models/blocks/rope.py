@@ -17,8 +17,11 @@ F32 = np.float32
 _AT_ONCE = 4096  # positions at a time
 
 
-def rope_table(rope: RopeConfig, positions: int, length: int = 0) -> NDArray[np.float32]:
-    """(cos, sin) of every position and pair: [positions, rotary_dim / 2, 2].
+def rope_table(
+    rope: RopeConfig, positions: int, length: int = 0, first: int = 0
+) -> NDArray[np.float32]:
+    """(cos, sin) of every position from `first` up to `positions`, and pair:
+    [positions - first, rotary_dim / 2, 2].
 
     Two kinds depend on the length of the sequence. "longrope" has one table up to
     original_max_position_embeddings and another beyond. "dynamic" rotates a prompt with the
@@ -26,15 +29,15 @@ def rope_table(rope: RopeConfig, positions: int, length: int = 0) -> NDArray[np.
     """
     frequencies, attention_factor = _frequencies(rope, length)
     own = max(rope.max_position_embeddings, length)
-    table = np.empty((positions, rope.rotary_dim // 2, 2), F32)
-    for start in range(0, positions, _AT_ONCE):  # so that temporaries stay small
+    table = np.empty((positions - first, rope.rotary_dim // 2, 2), F32)
+    for start in range(first, positions, _AT_ONCE):  # so that temporaries stay small
         rows = np.arange(start, min(start + _AT_ONCE, positions))[:, None]
         if rope.kind == "dynamic":
             frequencies = _dynamic(rope, np.maximum(rows + 1.0, own))
         angle = (rows.astype(F32) * frequencies).astype(np.float64)
         angle = -angle if rope.backwards else angle
-        table[rows[:, 0], :, 0] = attention_factor * np.cos(angle)
-        table[rows[:, 0], :, 1] = attention_factor * np.sin(angle)
+        table[rows[:, 0] - first, :, 0] = attention_factor * np.cos(angle)
+        table[rows[:, 0] - first, :, 1] = attention_factor * np.sin(angle)
     return table
 
 

@@ -223,7 +223,7 @@ const KEYS = u32(OWN) * KV_HEADS * GROUPS * 2u;  // in all of its keys
         store_value(own + $eu * CLUSTER, own_value$e);
 #if KV == q8
         if (part % 8u == 0u) {
-          let scales = kv_scale_index(own + $eu * CLUSTER) / 2u;
+          let scales = kv_scale_index(own + $eu * CLUSTER, 2u * arrayLength(&keys)) / 2u;
           keys[scales] = key_scales$e;
           values[scales] = value_scales$e;
         }

@@ -1,6 +1,7 @@
 // Where the keys and values of a position lie: [slot][kv head][dimension], in f32, f16 or as int8: a
 // short context takes few pages of memory, whose addresses the GPU finds faster. After all int8, a
-// scale for each block of 32 dimensions (of 16 or 8 where a head is no multiple): q8.
+// scale for each block of 32 dimensions (of 16 or 8 where a head is no multiple): q8. How many slots there
+// are follows from the buffer's size, as a cache may grow.
 // The page table maps a sequence's positions to slots; a page holds PAGE of them. Not PAGED: all pages
 // lie in their order, and nothing has to wait for the table to come from memory.
 // @param KV f32|f16|q8
@@ -9,7 +10,6 @@
 // @param PAGE u32
 // @param PAGES_PER_SEQUENCE u32
 // @param PAGED bool
-// @param SLOTS u32
 fn kv_slot(sequence: u32, position: u32) -> u32 {
 #if not PAGED
   return sequence * (PAGES_PER_SEQUENCE * PAGE) + position;
@@ -32,8 +32,10 @@ const KV_BLOCK = 16u;
 const KV_BLOCK = 8u;
 #endif
 
-// Where the scale of a group of eight dimensions lies, in words.
-fn kv_scale_index(group: u32) -> u32 {
-  return SLOTS * KV_HEADS * (HEAD_DIM / 4u) + group / (KV_BLOCK / 8u);
+const SLOT_WORDS = KV_HEADS * (HEAD_DIM / 4u + HEAD_DIM / KV_BLOCK);
+
+// Where the scale of a group of eight dimensions lies in a buffer of so many words, in words.
+fn kv_scale_index(group: u32, words: u32) -> u32 {
+  return words / SLOT_WORDS * KV_HEADS * (HEAD_DIM / 4u) + group / (KV_BLOCK / 8u);
 }
 #endif

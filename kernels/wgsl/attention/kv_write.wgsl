@@ -35,7 +35,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     let key = kept_int8(d);
     let group = kv_index(id.x, slot) + d / 8u;
     keys[kv_index(id.x, slot) * 2u + d / 4u] = key.values;
-    keys[kv_scale_index(group)] = key.scale;
+    keys[kv_scale_index(group, arrayLength(&keys))] = key.scale;
   }
 #if not LATENT
   workgroupBarrier();
@@ -48,7 +48,7 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
     let value = kept_int8(d);
     let group = kv_index(id.x, slot) + d / 8u;
     values[kv_index(id.x, slot) * 2u + d / 4u] = value.values;
-    values[kv_scale_index(group)] = value.scale;
+    values[kv_scale_index(group, arrayLength(&values))] = value.scale;
   }
 #endif
 #else

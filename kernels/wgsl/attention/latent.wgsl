@@ -37,7 +37,7 @@ fn write_latent(index: u32, me: Invocation) {  // of a row; by all invocations o
   for (var d = 4u * me.index; d < HEAD_DIM && writes; d += 4u * WG) {
     let int8 = kept_int8(d);
     keys[kv * 2u + d / 4u] = int8.values;
-    keys[kv_scale_index(kv + d / 8u)] = int8.scale;
+    keys[kv_scale_index(kv + d / 8u, arrayLength(&keys))] = int8.scale;
   }
 #endif
 }

@@ -111,10 +111,10 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, me: Invocation) {
     let int8 = kept_int8(d);
     if (is_key) {
       keys[kv * 2u + d / 4u] = int8.values;
-      keys[kv_scale_index(kv + d / 8u)] = int8.scale;
+      keys[kv_scale_index(kv + d / 8u, arrayLength(&keys))] = int8.scale;
     } else if (is_value) {
       values[kv * 2u + d / 4u] = int8.values;
-      values[kv_scale_index(kv + d / 8u)] = int8.scale;
+      values[kv_scale_index(kv + d / 8u, arrayLength(&values))] = int8.scale;
     }
   }
 #endif
