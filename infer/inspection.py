@@ -123,13 +123,13 @@ def inspect_model(
         drafted = resolve(str(draft), offline=offline, progress=fetched)
         own = tokenizer or open_tokenizer(found.path)
         drafts = open_draft(drafted, converted, draft_quantize, found.name, own)
+    given = device is not None or list_adapters(webgpu)
+    gpu = choose_adapter(device, webgpu, precision) if given else None
     options = EngineOptions(
-        checked_context(opened, found.name, context, drafts),
+        checked_context(opened, found.name, context, gpu, drafts),
         kv_dtype=kv_dtype,
         speculate=way,
     )
-    given = device is not None or list_adapters(webgpu)
-    gpu = choose_adapter(device, webgpu, precision) if given else None
     limits = Limits() if gpu is None else Limits.of(gpu.limits)
     count = MemoryCount(opened, plan.joined(loras.names), limits, gpu, loras, drafts)
     fits: bool | None = None

@@ -86,8 +86,9 @@ def load(
     precision: "auto" multiplies many rows, as of a prompt, in f16 with sums in f32, where the
         library and the GPU have matrices for that (tensor cores); "f32" never does, which is
         slower.
-    context: the most positions of a prompt and its answer. None: the model's own, but at most 8192,
-        or less if that does not fit.
+    context: the most positions of a prompt and its answer. None: the model's own, but at most
+        131,072 (8,192 on a software adapter), or less if that does not fit. Memory for 8,192 is
+        taken at first; more as it is used.
     dtype: convert the matrices to "f32", "f16" or "bf16". None: keep them as they are.
     quantize: quantise the matrices to 8 or 4 bits instead: "q8" or "q4".
     kv_dtype: of keys and values: "f16", "f32" or "q8" (8 bits, and a scale for 32 values).
@@ -183,15 +184,18 @@ def load(
         per_position = kv_bytes_per_position(files.model, kv_dtype)
         if files.draft is not None:
             per_position += kv_bytes_per_position(files.draft.model, kv_dtype)
+        more = dict(engine or {})
+        positions = more.get("cache_positions") or _positions(cache_memory, per_position)
+        of_model = files.model, files.name, context, gpu, files.draft
         asked = {
-            "context": checked_context(files.model, files.name, context, files.draft),
+            "context": checked_context(*of_model, most=positions),
             "max_batch": usual if max_batch is None else max_batch,
-            "cache_positions": _positions(cache_memory, per_position),
+            "cache_positions": positions,
             "kv_dtype": kv_dtype,
             "invariant": invariant,
             "speculate": way,
         }
-        options = EngineOptions(**asked | dict(engine or {}))
+        options = EngineOptions(**asked | more)
         own = tuple(n for n, v in (("context", context), ("max_batch", max_batch)) if v is None)
         fill = partial(files.fill, options, may_shrink=own)
         return _Thread(partial(Device, gpu, settings), fill).result(report)

@@ -23,7 +23,8 @@ from infer.models.loading.load import load_weights
 from infer.models.loading.lora import NO_LORAS, Loras
 from infer.models.loading.plan import LoadPlan
 
-DEFAULT_CONTEXT = 8192
+DEFAULT_CONTEXT = 8192  # where a longer one would be slow, and for benchmarks
+_LARGE_CONTEXT = 131072
 _LEAST_CONTEXT = 512  # below this the default does not go to make a model fit
 
 
@@ -94,9 +95,11 @@ def _largest(model: Decoder, options: EngineOptions, whose: str = "") -> _Growin
     return max(found, key=lambda growing: growing.nbytes)
 
 
-def default_context(model: Decoder) -> int:
-    """Positions when nobody asks for a number."""
-    return min(model.config.max_position_embeddings, DEFAULT_CONTEXT)
+def default_context(model: Decoder, gpu: AdapterInfo | None) -> int:
+    """Returns the positions when nobody asks for a number: the model's own up to 131,072; up to
+    8,192 on a CPU, and without subgroups, where steps need room for all scores."""
+    fast = gpu is not None and gpu.kind != "software" and "subgroups" in gpu.features
+    return min(model.config.max_position_embeddings, _LARGE_CONTEXT if fast else DEFAULT_CONTEXT)
 
 
 @dataclass(frozen=True)
@@ -115,12 +118,17 @@ class Draft:
 
 
 def checked_context(
-    model: Decoder, name: str, context: int | None, draft: Draft | None = None
+    model: Decoder,
+    name: str,
+    context: int | None,
+    gpu: AdapterInfo | None,
+    draft: Draft | None = None,
+    most: int | None = None,
 ) -> int:
-    """The positions asked for, or the default. Raises RequestError for what the model `name` has
-    no positions for, and what `check_draft` raises."""
+    """The positions asked for, or the default, at most `most`. Raises RequestError for what the
+    model `name` has no positions for, and what `check_draft` raises."""
     if context is None:
-        context = default_context(model)
+        context = min(default_context(model, gpu), most or _LARGE_CONTEXT)
         if draft is not None:
             context = min(context, draft.model.config.max_position_embeddings)
     if draft is not None:
@@ -197,7 +205,8 @@ class MemoryCount:
         )
 
     def fitting(self, options: EngineOptions, *, may_shrink: Sequence[str] = ()) -> EngineOptions:
-        """The options, with a smaller "max_batch" or "context" if that is needed and allowed.
+        """The options, with a smaller "max_batch" or "context" if that is needed and allowed: first
+        the context goes down to 8,192.
 
         Raises OutOfMemoryError with the bytes needed, before anything is allocated or read.
         """
@@ -220,12 +229,13 @@ class MemoryCount:
                     need = self.needed(options)
                     if free is None or need.total <= free:
                         return options
-            if fewer:
+            shorter = "context" in may_shrink and options.context // 2 >= _LEAST_CONTEXT
+            if shorter and (options.context > DEFAULT_CONTEXT or not fewer):
+                options = replace(options, context=options.context // 2)
+            elif fewer:
                 options = replace(options, max_batch=1)
-                continue
-            if "context" not in may_shrink or options.context // 2 < _LEAST_CONTEXT:
+            else:
                 break
-            options = replace(options, context=options.context // 2)
         if not fits_binding:
             raise largest.too_large(options, gpu, binding)
         need = self.needed(options)

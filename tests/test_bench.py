@@ -972,7 +972,8 @@ def test_sweep_of_matrices(
     monkeypatch.setattr("infer.kernels.ops.linear.matmul_matrix_variant", emulated)
     monkeypatch.setitem(tune.RULES, "matmul_matrix", emulated)
     tiles = ["--rows", "16,48", "--columns", "32,64", "--sub-rows", "16", "--sub-columns", "16"]
-    tiles += ["--tile-depth", "32", "--splits", "1,2", "--only", "K=48"]
+    tiles += ["--tile-depth", "32", "--splits", "1,2", "--ahead", "2"]
+    tiles += ["--only", "K=48"]
     sizes = ["--step-rows", "16", "--repeats", "1", "--json", str(path)]
     assert tune.main(["--shape", "tiny", "--kernel", "matmul_matrix", *tiles, *sizes]) == 0
     assert "matmul_matrix K=48 N=32: 16 positions, 4 variants" in capsys.readouterr().out

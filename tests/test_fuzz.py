@@ -229,7 +229,7 @@ def load_dry(path: Path) -> None:
     for rope in filter(None, (model.config.rope, model.config.local_rope)):
         for length in (0, 1, 10**6):
             assert np.isfinite(rope_table(rope, 8, length)).all()
-    context = min(default_context(model), 64)
+    context = min(default_context(model, None), 64)
     MemoryCount(model, plan, Limits()).needed(EngineOptions(context))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,17 @@ import pytest
 from engines import answer, build_engine, open_model, scores
 from reference_models import load
 
+import infer
 from infer.engine.engine import Engine
+from infer.engine.options import EngineOptions
 from infer.kernels.errors import OutOfMemoryError
-from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.adapters import AdapterInfo, MemoryInfo
+from infer.kernels.gpu.device import Buffer, Device, Limits
+from infer.memory import MemoryCount, checked_context, default_context, kv_bytes_per_position
+from infer.models import build_model
 from infer.models.blocks.rope import rope_table
+from infer.models.loading.plan import plan_random
+from infer.models.loading.shapes import shape_config
 from infer.sampling import SamplingParams
 
 Make = Callable[..., Engine]
@@ -140,3 +148,44 @@ def test_no_memory_to_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(OutOfMemoryError, match="There is no memory"):
             scores(engine, long_prompt(engine, 300))
         assert answer(engine, short, 20).token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize(
+    ("kind", "features", "own", "expected"),
+    [
+        ("discrete", {"subgroups"}, 262144, 131072),
+        ("integrated", {"subgroups"}, 40960, 40960),
+        ("discrete", set(), 262144, 8192),
+        ("software", {"subgroups"}, 262144, 8192),
+    ],
+)
+def test_the_context_that_nobody_asked_for(
+    kind: str, features: set[str], own: int, expected: int
+) -> None:
+    model = build_model(shape_config("llama-3.2-1b"))
+    model = type(model)(replace(model.config, max_position_embeddings=own))
+    gpu = AdapterInfo(0, "a GPU", kind, "Vulkan", "", frozenset(features), {})
+    assert default_context(model, gpu) == expected
+    assert checked_context(model, "it", None, gpu, most=4000) == 4000
+
+
+def test_a_context_gets_shorter_before_answers_get_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down to 8,192 positions; what is counted is the cache with all of its memory."""
+    model = build_model(shape_config("llama-3.2-1b"))
+    gpu = AdapterInfo(0, "a GPU", "discrete", "Vulkan", "", frozenset({"subgroups"}), {})
+    limits = Limits(max_binding=1 << 32, max_buffer=1 << 32)
+    count = MemoryCount(model, plan_random(model.weights(), "bf16"), limits, gpu)
+    asked = EngineOptions(context=131072, max_batch=8)
+    need = {context: count.needed(replace(asked, context=context)) for context in (8192, 32768)}
+    each = kv_bytes_per_position(model, "f16")
+    assert need[32768].kv_cache - need[8192].kv_cache == (32768 - 8192) * each
+    assert need[8192].total == count.needed(replace(asked, context=8192, first_positions=1)).total
+    for free, context, most in (
+        (need[32768].total, 32768, 8),
+        (need[32768].total - 1, 16384, 8),
+        (need[8192].total, 8192, 8),
+        (need[8192].total - 1, 8192, 1),
+    ):
+        monkeypatch.setattr(infer.memory, "memory_info", lambda _, n=free: MemoryInfo(1 << 40, n))
+        found = count.fitting(asked, may_shrink=("context", "max_batch"))
+        assert (found.context, found.max_batch) == (context, most)

@@ -419,7 +419,7 @@ def _random(
         raise RequestError(f"A format is one of {', '.join(PUBLISHED)}, not {format!r}.")
     published = None if format is None else PUBLISHED[format]
     plan = plan_random(model.weights(), dtype, published).joined()
-    positions = checked_context(model, shape, context, draft)
+    positions = checked_context(model, shape, context, gpu, draft, most=DEFAULT_CONTEXT)
     if max_batch > 1 and context is None:
         positions = min(positions, max(needed, _CONTEXT))
     options = MemoryCount(model, plan, Limits.of(gpu.limits), gpu, draft=draft).fitting(

@@ -249,7 +249,8 @@ ContextOption = Annotated[
         "--context",
         metavar="N",
         help="Context length in tokens, for prompt and answer together. Default: the "
-        "model's own, up to 8192, or less if that does not fit.",
+        "model's own, up to 131072 (8192 on a CPU), or less if that does not fit. Memory is "
+        "taken as it is used.",
     ),
 ]
 DtypeOption = Annotated[

@@ -319,9 +319,10 @@ def _screen(host: Host, address: str) -> str:
     }
     chat, asked = True, ""
     if (llm := host.only) is not None:
-        memory = llm.stats().memory
-        rows["memory"] = f"{size(memory.allocated)} on {llm.gpu.name}"
+        stats = llm.stats()
+        rows["memory"] = f"{size(stats.memory.allocated)} on {llm.gpu.name}, more as it is used"
         rows["slots"] = f"{llm.slots} answers at once, each of up to {llm.context:,} tokens"
+        rows["cache"] = f"{stats.cache.tokens:,} tokens of all answers"
         chat = llm.tokenizer.has_chat_template
     else:
         rows["loaded"] = "each at its first request"

@@ -24,10 +24,10 @@ class EngineOptions:
     context: the most positions of a sequence. max_batch: the most sequences at once; others wait.
     cache_positions: of the KV cache, for all sequences together; None: the context, and 1,024 for
     each further sequence. first_positions: that the cache has memory for before it grows; None:
-    8,192, and 1,024 for each further sequence. kv_dtype: "f16", "f32" or "q8". prefill_chunk: the most rows of a prefill
-    step. invariant: an answer's logits and tokens are the same to the last bit whatever runs beside
-    it, however its prompt is cut, and whether it is cached: all steps use the kernels of few rows,
-    so that prefill and single answers are slower.
+    8,192, and 1,024 for each further sequence. kv_dtype: "f16", "f32" or "q8". prefill_chunk: the
+    most rows of a prefill step. invariant: an answer's logits and tokens are the same to the last
+    bit whatever runs beside it, however its prompt is cut, and whether it is cached: all steps use
+    the kernels of few rows, so that prefill and single answers are slower.
 
     speculate: how tokens are drafted, to be verified several in one step. "off": not at all.
     "lookup": from what prompt and answer hold, whenever they hold something. "mtp": by the model's

@@ -50,6 +50,11 @@ class PoolStats:
     states: int = 0
     state_places: int = 0
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that there is room for in all."""
+        return (self.in_use + self.cached + self.free) * self.page_size
+
 
 @dataclass(eq=False, repr=False)
 class _Node:

@@ -96,7 +96,7 @@ def _config(stats: EngineStats) -> dict[str, str]:
     return {
         "block_size": f"{cache.page_size}",
         "num_gpu_blocks": f"{pages}",
-        "kv_cache_size_tokens": f"{pages * cache.page_size}",
+        "kv_cache_size_tokens": f"{cache.tokens}",
         "cache_dtype": stats.kv_dtype,
     }
 
