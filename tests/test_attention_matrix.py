@@ -152,7 +152,7 @@ def test_the_rule_keeps_to_workgroup_memory(device: Device, head_dim: int, laten
     assert variant is not None
     assert variant.storage(head_dim, latent) <= 49152
     named: dict[str, Any] = {"KV": "f16", "KV_HEADS": 1, "PAGED": True, "PAGES_PER_SEQUENCE": 8}
-    named |= {"PAGE": 64, "SLOTS": 512, "FIRST": 0, "WINDOW": 0, "GROUP": 1, "SCALE": 1.0}
+    named |= {"PAGE": 64, "FIRST": 0, "WINDOW": 0, "GROUP": 1, "SCALE": 1.0}
     named |= {"SOFTCAP": 0.0, "LATENT": latent, "SINKS": False, "PROMPTS": 1, "Q_OFFSET": 0}
     named |= {"Q_STRIDE": head_dim, "Y_STRIDE": head_dim, "HEAD_DIM": head_dim}
     shader = render(KernelSpec.of("attention_matrix", **named | variant.params))
