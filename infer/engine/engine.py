@@ -564,6 +564,9 @@ class Engine(TokenEngine):
         for part, slot in zip(work, slots, strict=True):
             if part.save is not None:
                 self.queue.submit(EMPTY, 0, 0, self._copies(slot, part.save, back=False))
+        for part, answer in zip(work, answers, strict=True):  # while the GPU computes them
+            if part.first and isinstance(answer, Answer) and answer.guess is not None:
+                answer.guess.begin(part.sequence.tokens)
 
     def _decode(self, work: Decode) -> None:
         batch = self._batch
