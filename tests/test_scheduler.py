@@ -15,7 +15,7 @@ from marks import others_full
 from test_pages import check
 
 from infer.engine import scheduler
-from infer.engine.pages import PagePool
+from infer.engine.pages import PagePool, _Node
 from infer.engine.scheduler import Decode, Prefill, Scheduler, Sequence
 from infer.kernels.errors import RequestError
 
@@ -85,7 +85,7 @@ class Gpu:
     def lose(self) -> None:
         """Everything."""
         self.pages = [[0] * SIZE for _ in range(self.pool.pages)]
-        self.states, self.snapshots = [0] * self.slots, [0] * self.pool.snapshots
+        self.states, self.snapshots = [0] * self.slots, [0] * self.pool.snapshots.places
         self.rows = {}
 
     def put(
@@ -108,7 +108,7 @@ class Gpu:
             assert self.pool._count[page] == 1 + readers, "a page that others read is written"
             self.pages[page][i % SIZE] = values[i]
         assert sequence.slot is not None
-        if self.pool.snapshots:
+        if self.pool.snapshots.places:
             at = position - behind
             before = values[at - 1] if at else self.states[sequence.slot]
             assert self.states[sequence.slot] == before, "the state of another sequence"
@@ -228,6 +228,7 @@ class World:
         holders, prefilling = self.holders(), bool(scheduler.prefilling)
         preemptions = scheduler.preemptions
         step = scheduler.next(most_rows)
+        self.save()
         if step is None:
             return False
         self.seen["preempted"] += scheduler.preemptions - preemptions
@@ -272,7 +273,8 @@ class World:
         assert all(s.limit > 0 for s in sequences[1:])
         rows, most = sum(chunk.count for chunk in step), min(self.scheduler.chunk, most_rows)
         assert rows <= most
-        assert step[-1].last or step[-1].save is not None or rows == most, "room is left"
+        end = step[-1].start + step[-1].count
+        assert step[-1].last or end in sequences[-1].saves or rows == most, "room is left"
         self.seen["packed"] += len(step) - 1
 
     def check_chunk(self, step: Prefill) -> None:
@@ -332,21 +334,21 @@ class World:
                     break
                 assert token != DEAD
                 if s.limit == 0:  # nothing is sampled
-                    assert self.scheduler.cancel(s, at_once=True) is None
+                    self.scheduler.cancel(s, at_once=True)
+                    assert not self.scheduler.to_save
                     continue
-                slot = s.slot
-                place = self.scheduler.read(s, token, token == STOP)
-                self.save(slot, place)
+                self.scheduler.read(s, token, token == STOP)
+                self.save()
 
-    def save(self, slot: int | None, place: int | None) -> None:
-        if place is not None:
-            assert slot is not None
+    def save(self) -> None:
+        for slot, place in self.scheduler.to_save:
             self.gpu.snapshots[place] = self.gpu.states[slot]
             self.seen["saved end"] += 1
+        self.scheduler.to_save.clear()
 
     def cancel(self, sequence: Sequence, at_once: bool = False) -> None:
-        slot = sequence.slot
-        self.save(slot, self.scheduler.cancel(sequence, at_once=at_once))
+        self.scheduler.cancel(sequence, at_once=at_once)
+        self.save()
         self.cut.add(sequence)
 
     def reset(self) -> None:
@@ -363,10 +365,11 @@ class World:
         for page, (key, tokens) in cached.items():
             values = chain(key, tokens)[(len(tokens) - 1) // SIZE * SIZE :]
             assert self.gpu.pages[page][: len(values)] == values, "a page is not what is stored"
-        for slot, (node, offset) in self.pool._saved.items():
-            tokens = cached[node.page][1]
-            end = (len(tokens) - 1) // SIZE * SIZE + offset
-            assert self.gpu.snapshots[slot] == chain(node.key, tokens[:end])[-1]
+        for snapshot in self.pool.snapshots:
+            node = snapshot.page
+            assert isinstance(node, _Node)
+            tokens = cached[node.page][1][: snapshot.position]
+            assert self.gpu.snapshots[snapshot.place] == chain(node.key, tokens)[-1]
         assert all(not s.pages and s.slot is None for s in self.sequences if s not in holders)
         slots = [s.slot for s in holders]
         assert sorted([*slots, *scheduler._slots], key=str) == list(range(self.gpu.slots))
@@ -683,13 +686,18 @@ def test_no_more_is_in_flight_than_may_be() -> None:
     assert plan.next(100) is None
 
 
+@pytest.fixture(autouse=True)
+def saves_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "LEAST_SAVED", 1)
+
+
 @pytest.fixture
 def no_headroom(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "HEADROOM", 1)
 
 
 def read(plan: Scheduler, sequence: Sequence, token: int, ended: bool = False) -> None:
-    assert plan.read(sequence, token, ended) is None
+    plan.read(sequence, token, ended)
 
 
 @pytest.mark.usefixtures("no_headroom")

@@ -51,7 +51,6 @@ from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import EMPTY, Copy, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import PAGE
-from infer.kernels.state.layer_state import LayerState, copies
 from infer.kernels.state.sampler import INVALID_TOKEN, Sampler, SamplerChain
 from infer.kernels.state.step import NO_TOKEN, pack_prompts
 from infer.models.blocks.decoder import Decoder
@@ -95,7 +94,6 @@ class Engine(TokenEngine):
         )
         # Rows computed again before those of a partly cached prompt, for their hidden state.
         self._lead = int(predictor is not None and not any(self.config.states))
-        self.states = [cache for cache in self.steps.caches if isinstance(cache, LayerState)]
         self.sampler = Sampler(
             device,
             self.vocab_size,
@@ -106,14 +104,16 @@ class Engine(TokenEngine):
         )
         prefill = [rows for rows in self.steps.rows.values() if rows > MAX_VEC_ROWS]
         self.pace = Pace(model.config.num_hidden_layers, prefill)
-        self.pool = PagePool(options.pages, PAGE, snapshots=self.steps.places if self.states else 0)
+        self.saved = self.steps.saved  # None where no layer has a state
+        places = 0 if self.saved is None else options.most_state_places
+        self.pool = PagePool(options.pages, PAGE, snapshots=places)
         self.scheduler = Scheduler(
             self.pool,
             slots=options.max_batch,
             context=options.context,
             chunk=self.steps.rows["prefill"] - self._lead * self.steps.prompts,
             ahead=options.ahead,
-            snapshot_tail=_TAIL if self.states else 0,
+            snapshot_tail=0 if self.saved is None else _TAIL,
             prompts=self.steps.prompts,
         )
         speculation: Speculation | None = None
@@ -170,7 +170,7 @@ class Engine(TokenEngine):
         """Compile beforehand what a generation from a prompt of that length would compile on its
         way: the sampler, and on a software adapter, whose driver puts a kernel off until it
         first runs, all the rest. params: `resolved`. progress: as for `Steps.compile`."""
-        last = min(prompt_tokens, _TAIL) if self.states else 0  # a step of their own
+        last = 0 if self.saved is None else min(prompt_tokens, _TAIL)  # a step of their own
         parts = (prompt_tokens - last, last, 0 if params.max_tokens == 1 else 1)
         kinds = dict.fromkeys(kind for part in parts for *_, kind in self.chunks(part))
         chain = self._chain(params)
@@ -435,6 +435,7 @@ class Engine(TokenEngine):
                 rows = self.pace.rows_beside if self.scheduler.running else self.pace.rows
                 rows = self.pace.filled(rows, self.scheduler.shared_rows)
             work = self.scheduler.next(rows)
+            self._save()
             if self.pool.touched > self.steps.cache.n_pages and not self._has_grown():
                 break
             if work is None:
@@ -501,7 +502,8 @@ class Engine(TokenEngine):
             if part.first and draft is not None:
                 draft.begin(part.sequence, part.start, part.copy)
             if part.restore is not None:
-                before += self._copies(slot, part.restore, back=True)
+                assert self.saved is not None
+                before += self.saved.copies(slot, part.restore, back=True)
         self.resident.rotate_for(answers[0].table_length)
         if before:
             self.queue.submit(EMPTY, 0, 0, before)
@@ -563,7 +565,7 @@ class Engine(TokenEngine):
             draft.follow(self.queue, known)
         for part, slot in zip(work, slots, strict=True):
             if part.save is not None:
-                self.queue.submit(EMPTY, 0, 0, self._copies(slot, part.save, back=False))
+                self._save_state(slot, part.save)
         for part, answer in zip(work, answers, strict=True):  # while the GPU computes them
             if part.first and isinstance(answer, Answer) and answer.guess is not None:
                 answer.guess.begin(part.sequence.tokens)
@@ -646,7 +648,7 @@ class Engine(TokenEngine):
         sequence = answer.sequence
         if answer.ended:  # only its state is still to be saved
             stops = token in answer.stop_ids
-            self._save(sequence.slot, self.scheduler.read(sequence, token, ended=stops))
+            self.scheduler.read(sequence, token, ended=stops)
             self._end(answer)
             return
         try:
@@ -680,10 +682,7 @@ class Engine(TokenEngine):
         answer.give(Step(token, logits if answer.with_logits else None, own))
         last = answer.is_over
         of_part = len(sequence.tokens) + 1 >= sequence.end
-        slot = sequence.slot
-        place = self.scheduler.read(sequence, token, last or of_part)
-        if place is not None:
-            self._save(slot, place)
+        self.scheduler.read(sequence, token, last or of_part)
         if answer.guess is not None and not last:
             answer.guess.take(sequence.tokens)
         if last:
@@ -707,8 +706,7 @@ class Engine(TokenEngine):
         answer.ended = True
         sequence = answer.sequence
         if sequence in self._answers:
-            slot = sequence.slot
-            self._save(slot, self.scheduler.cancel(sequence, at_once=at_once))
+            self.scheduler.cancel(sequence, at_once=at_once)
             if sequence.state == "ended":  # else it ends when what is in flight was read
                 del self._answers[sequence]
 
@@ -717,18 +715,22 @@ class Engine(TokenEngine):
         for answer in answers:
             self._end(answer, at_once=True)
 
-    def _save(self, slot: int | None, place: int | None) -> None:
-        """Save the states of the sequence that had this slot, if a place is given."""
-        if place is not None:
-            assert slot is not None
-            self.queue.submit(EMPTY, 0, 0, self._copies(slot, place, back=False))
+    def _save(self) -> None:
+        """Save the states that the scheduler wants to be saved before the next step."""
+        for slot, place in self.scheduler.to_save:
+            self._save_state(slot, place)
+        self.scheduler.to_save.clear()
 
-    def _copies(self, slot: int, place: int, *, back: bool) -> list[Copy]:
-        """The copies that save the states of a slot in a place, or bring them back."""
-        found = copies(self.states, slot, place, back=back)
-        if self.steps.last_hidden is not None:
-            found += self.steps.last_hidden.copies(slot, place, back=back)
-        return found
+    def _save_state(self, slot: int, place: int) -> None:
+        """Save a state in its place. Where there is no memory for more places, there are no more
+        from now on, and what they hold is less."""
+        assert self.saved is not None
+        try:
+            self.saved.reserve(place + 1)
+        except OutOfMemoryError:
+            self.pool.snapshots.shrink(self.saved.places)
+            return
+        self.queue.submit(EMPTY, 0, 0, self.saved.copies(slot, place, back=False))
 
     def _recover(self) -> None:
         """After an interrupt in the middle of a change, trust nothing here or on the GPU: all

@@ -18,13 +18,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from infer.engine.snapshots import Snapshot, Snapshots
+
 
 @dataclass(frozen=True)
 class Match:
     """The beginning of a prompt that is cached, of `length` positions.
 
     pages: in order, all of whose positions match. partial: (page, positions), one more of which the
-    first positions match, to be copied. snapshot: the slot of the state after `length` positions.
+    first positions match, to be copied. snapshot: the place of the state after `length` positions.
     cached: positions that match, were there a snapshot after them.
     """
 
@@ -60,19 +62,21 @@ class PoolStats:
 class _Node:
     """A cached page: `tokens` are in its first positions, after those of the nodes above.
 
-    children: sorted by tokens; none are the beginning of another's. active: whether the page is
-    referenced, plus the children that are active. twins: other pages with the same tokens, all
-    referenced, which need no node. snapshots: slots of states by position in the page.
+    start: the position of the first of them. children: sorted by tokens; none are the beginning of
+    another's. active: whether the page is referenced, plus the children that are active. twins:
+    other pages with the same tokens, all referenced, which need no node. snapshots: of states, by
+    how many of the page's tokens they include.
     """
 
     key: Hashable
     page: int
     parent: _Node | None
     tokens: tuple[int, ...]
+    start: int
     children: list[_Node] = field(default_factory=list)
     active: int = 0
     twins: set[int] = field(default_factory=set)
-    snapshots: dict[int, int] = field(default_factory=dict)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
 
     def closest(
         self, tokens: tuple[int, ...], avoid: Container[int] = ()
@@ -114,11 +118,14 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class PagePool:
-    """All pages of a cache, and as many snapshots of states for models whose layers have one."""
+    """All pages of a cache, and the snapshots of states for models whose layers have one."""
 
     def __init__(self, pages: int, page_size: int, *, snapshots: int = 0) -> None:
-        """snapshots: 0 where no layer has a state, and any length can be gone on from."""
-        self.pages, self.page_size, self.snapshots = pages, page_size, snapshots
+        """snapshots: places for them; 0 where no layer has a state, and any length can be gone on
+        from."""
+        self.pages, self.page_size = pages, page_size
+        self.snapshots = Snapshots(snapshots)
+        self._has_states = snapshots > 0
         self._count = Counter[int]()  # references
         self._free: list[int] = []  # those that were used before, and
         self._unused = 0  # all from here on
@@ -126,9 +133,6 @@ class PagePool:
         self._nodes: dict[int, _Node] = {}  # of pages that are cached, and of twins
         # Nodes that are not active, in the order in which they became so: children before parents.
         self._idle: OrderedDict[int, _Node] = OrderedDict()
-        self._free_snapshots = list(range(snapshots))[::-1]
-        # (node, position in its page) by slot, the least recently used first.
-        self._saved: OrderedDict[int, tuple[_Node, int]] = OrderedDict()
         self._hits = self._lookups = 0
 
     # Pages
@@ -149,8 +153,8 @@ class PagePool:
             self._hits,
             self._lookups,
             self.page_size,
-            len(self._saved),
-            self.snapshots,
+            len(self.snapshots),
+            self.snapshots.places,
         )
 
     @property
@@ -211,17 +215,16 @@ class PagePool:
         self._roots.clear()
         self._nodes.clear()
         self._idle.clear()
-        self._saved.clear()
-        self._free_snapshots = list(range(self.snapshots))[::-1]
+        self.snapshots.clear()
 
     # The tokens in pages
 
     def match(
         self, tokens: Sequence[int], key: Hashable, limit: int, uncopied: Container[int] = ()
     ) -> Match:
-        """The longest beginning of tokens[:limit] that is cached and, if there are snapshots, has
-        one. key: what else the keys and values depend on. uncopied: pages that are not `partial`.
-        All its pages are retained."""
+        """The longest beginning of tokens[:limit] that is cached and, if layers have states, ends
+        at a snapshot. key: what else the keys and values depend on. uncopied: pages that are not
+        `partial`. All its pages are retained."""
         limit = min(limit, len(tokens))
         found = self._match(tokens, key, limit, uncopied)
         self._lookups += limit
@@ -243,10 +246,10 @@ class PagePool:
         self, tokens: Sequence[int], key: Hashable, limit: int, uncopied: Container[int]
     ) -> Match:
         node, pages, length = self._roots.get(key), list[int](), 0
-        depths: dict[_Node, int] = {}  # positions before the children of a node
+        path = set[_Node]()
         closest, common = None, 0
         while node is not None:
-            depths[node] = length
+            path.add(node)
             rest = tuple(tokens[length : min(length + self.page_size, limit)])
             closest, common = node.closest(rest)
             if closest is None or common < self.page_size:
@@ -256,8 +259,8 @@ class PagePool:
             pages.append(closest.page)
             length += self.page_size
             node = closest
-        if self.snapshots:
-            return self._match_snapshot(tokens, limit, depths, pages, length + common)
+        if self._has_states:
+            return self._match_snapshot(tokens, limit, path, pages, length + common)
         partial = (closest.page, common) if closest is not None else None
         return Match(tuple(pages), length + common, partial, None, length + common)
 
@@ -265,25 +268,28 @@ class PagePool:
         self,
         tokens: Sequence[int],
         limit: int,
-        depths: dict[_Node, int],
+        path: Container[_Node | None],
         pages: list[int],
         cached: int,
     ) -> Match:
-        """Returns the match that ends at the snapshot after most positions, of all below nodes that
-        match."""
+        """Returns the match that ends at the snapshot after most positions. path: the nodes that
+        match, all below which is looked at."""
+        self.snapshots.tick()
         best = Match(cached=cached)
-        for slot, (node, offset) in self._saved.items():
-            assert node.parent is not None  # a root has no page
-            before = depths.get(node.parent)
-            if before is None or not best.length < before + offset <= limit:
+        used: Snapshot | None = None
+        for snapshot in self.snapshots:
+            node, offset, length = snapshot.page, snapshot.offset, snapshot.position
+            assert isinstance(node, _Node)
+            if node.parent not in path or not best.length < length <= limit:
                 continue
-            if tuple(tokens[before : before + offset]) == node.tokens[:offset]:
+            if tuple(tokens[node.start : length]) == node.tokens[:offset]:
                 whole = offset == self.page_size
-                kept = pages[: before // self.page_size + whole]
+                kept = pages[: node.start // self.page_size + whole]
                 partial = None if whole else (node.page, offset)
-                best = Match(tuple(kept), before + offset, partial, slot, cached)
-        if best.snapshot is not None:
-            self._saved.move_to_end(best.snapshot)
+                best = Match(tuple(kept), length, partial, snapshot.place, cached)
+                used = snapshot
+        if used is not None:
+            self.snapshots.use(used)
         return best
 
     def store(
@@ -313,7 +319,7 @@ class PagePool:
             if not self._count[page]:
                 raise ValueError(f"Page {page} is not referenced.")
         if parent is None and first < count:
-            parent = self._roots.setdefault(key, _Node(key, -1, None, ()))
+            parent = self._roots.setdefault(key, _Node(key, -1, None, (), -size))
         for i in range(first, count):
             assert parent is not None  # the one before
             held = tuple(tokens[i * size : min((i + 1) * size, length)])
@@ -334,15 +340,14 @@ class PagePool:
                 self._nodes[page] = closest
                 closest.twins.add(page)
             return closest
-        node = self._nodes[page] = _Node(parent.key, page, parent, tokens)
+        node = self._nodes[page] = _Node(
+            parent.key, page, parent, tokens, parent.start + self.page_size
+        )
         parent.attach(node)
         self._activate(node)
         if closest is not None and common == len(closest.tokens):
             # It holds no more than the beginning of this one.
-            for offset, slot in closest.snapshots.items():
-                node.snapshots[offset] = slot
-                self._saved[slot] = (node, offset)
-            closest.snapshots.clear()
+            self.snapshots.move(closest, node)
             self._remove(closest)
         return node
 
@@ -350,9 +355,8 @@ class PagePool:
         """Forget a page that has no children, which makes it free unless it is referenced."""
         assert node.parent is not None
         assert not node.children
-        for slot in node.snapshots.values():
-            del self._saved[slot]
-            self._free_snapshots.append(slot)
+        for snapshot in list(node.snapshots.values()):
+            self.snapshots.forget(snapshot)
         for page in (node.page, *node.twins):
             del self._nodes[page]
         parent = node.parent
@@ -391,20 +395,9 @@ class PagePool:
     def store_snapshot(
         self, tokens: Sequence[int], key: Hashable, pages: Sequence[int]
     ) -> int | None:
-        """`store`, and the slot in which to save the state after exactly these tokens. None if
-        there is one already, or no room for any."""
+        """`store`, and the place in which to save the state after exactly these tokens. None if it
+        is saved already, or if what else is saved is worth more."""
         node = self._store(tokens, key, pages, len(tokens))
-        if node is None or not self.snapshots:
+        if node is None or not self._has_states:
             return None
-        offset = (len(tokens) - 1) % self.page_size + 1
-        if offset in node.snapshots:
-            self._saved.move_to_end(node.snapshots[offset])
-            return None
-        if not self._free_snapshots:
-            slot, (old, at) = self._saved.popitem(last=False)
-            del old.snapshots[at]
-            self._free_snapshots.append(slot)
-        slot = self._free_snapshots.pop()
-        node.snapshots[offset] = slot
-        self._saved[slot] = (node, offset)
-        return slot
+        return self.snapshots.save(node, (len(tokens) - 1) % self.page_size + 1)

@@ -12,7 +12,7 @@ the next prompts begin in the same step.
 from __future__ import annotations
 
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
@@ -20,11 +20,16 @@ from heapq import heappop, heappush
 from typing import Any, Literal
 
 from infer.engine.pages import PagePool
+from infer.engine.snapshots import gap
 from infer.kernels.errors import RequestError
 
 AGEING = 64  # how many earlier sequences one of the next higher priority overtakes
 HEADROOM = 256  # positions that must be free for an answer before it begins
 COPIED = 8  # as few shared tokens are computed again rather than copied a step later
+LEAST_SAVED = 256  # positions of which the state is saved
+LARGEST_GAP = (
+    2048  # positions between two states that are saved of a prompt, where chunks are larger
+)
 
 State = Literal["waiting", "prefill", "running", "ended"]
 
@@ -54,24 +59,29 @@ class Sequence:
         ahead: int = 1 << 30,
         shares: bool = True,
         chunk: int = 1 << 30,
+        marks: Ids[int] = (),
     ) -> None:
         """limit: the most tokens to generate; with 0 it generates none, and is to be cancelled when
         the last chunk of its prompt has been read. key: what keys and values depend on besides the
         tokens. priority: higher ones begin first. group: sequences of a group can share decode
         steps. ahead: the most tokens in flight. shares: whether it takes what others left in the
         cache and leaves its own there; if not, all of its prompt is computed. chunk: the most
-        tokens of its prompt in a step."""
+        tokens of its prompt in a step. marks: lengths of its prompt after which other prompts are
+        likely to go on differently."""
         self.tokens, self.prompt_tokens = list(prompt), len(prompt)
         self.limit, self.key, self.priority = limit, key, priority
         self.group: Any = group
-        self.ahead, self.shares, self.chunk = ahead, shares, chunk
+        self.ahead, self.shares, self.chunk, self.marks = ahead, shares, chunk, marks
         self.pages: list[int] = []
         self.slot: int | None = None
         self.computed = self.settled = self.in_flight = self.reused = 0
         self.stored = 0  # positions that others can find
         self.draft: Ids[int] = ()
         self.drafted = self.followed = 0
-        self.saves: list[int] = []  # positions after which its state is saved while it is prefilled
+        # Positions after which its state is saved while it is prefilled, in order, and the last
+        # position where it was saved.
+        self.saves: list[int] = []
+        self.saved = 0
         self.state: State = "waiting"
         self.rank = 0, 0  # the lowest goes first
         self._begun = False
@@ -148,8 +158,9 @@ class Scheduler:
         """slots: the most sequences at once. context: the most tokens of a sequence. chunk: the
         most rows of a prefill step, and prompts: the most sequences in it. ahead: the most tokens
         of a sequence in flight. snapshot_tail: if layers have a state, it is saved so many tokens
-        before the end of a prompt, as the next prompt may end differently, and where a prompt parts
-        from an earlier one."""
+        before the end of a prompt, as the next prompt may end differently; where a prompt parts
+        from others; at a prompt's marks; and between these, so that there is never much to compute
+        again (`snapshots.gap`)."""
         self.pool, self.context, self.chunk, self.ahead = pool, context, chunk, ahead
         self.in_step = False  # a group's next step waits until all its tokens have been read
         self.snapshot_tail, self.prompts = snapshot_tail, prompts
@@ -157,6 +168,8 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []  # by slot
         self.preemptions = 0
+        # (slot, place) of states that are to be saved before the next step is submitted.
+        self.to_save: list[tuple[int, int]] = []
         self._most, self._slots = slots, list(range(slots))
         self._added = 0
         # Numbers of steps: the latest, the latest prefill, and the latest decode of each group.
@@ -194,6 +207,9 @@ class Scheduler:
         sequence.limit = min(sequence.limit, room - sequence.prompt_tokens)
         sequence.rank = self._added - AGEING * sequence.priority, self._added
         self._added += 1
+        for other in self.prefilling if self.snapshot_tail else ():
+            if other.shares and sequence.shares and other.key == sequence.key:
+                self._save_at(other, [common_length(other.tokens, sequence.tokens)])
         self._wait(sequence)
 
     def next(self, most_rows: int) -> tuple[Prefill, ...] | Decode | None:
@@ -208,22 +224,19 @@ class Scheduler:
             step = self._prefill(most_rows)
         return step or self._decode(groups) or self._prefill(most_rows) or None
 
-    def read(self, sequence: Sequence, token: int, ended: bool) -> int | None:
+    def read(self, sequence: Sequence, token: int, ended: bool) -> None:
         """Take in the oldest token of it that is in flight. ended: the token is the last one; a row
-        after it that was submitted is dead. Returns where its final state is to be saved, if
-        anywhere."""
+        after it that was submitted is dead."""
         sequence.in_flight -= 1
         if sequence.state == "ended":
-            return None
+            return
         sequence.tokens.append(token)
         if ended or len(sequence.tokens) >= sequence.end:
-            place = self._snapshot(sequence)
+            self._snapshot(sequence)
             self._leave(sequence, min(sequence.computed, len(sequence.tokens) - 1))
             sequence.state = "ended"
-            return place
-        if sequence.state == "running":
+        elif sequence.state == "running":
             self._store(sequence, min(sequence.computed, len(sequence.tokens)))
-        return None
 
     def accept(self, sequence: Sequence, count: int) -> None:
         """So many of its drafts were right; they are to be `read` after the token in flight."""
@@ -234,22 +247,18 @@ class Scheduler:
             if not self.snapshot_tail:
                 sequence.settled = sequence.computed
 
-    def cancel(self, sequence: Sequence, *, at_once: bool = False) -> int | None:
+    def cancel(self, sequence: Sequence, *, at_once: bool = False) -> None:
         """End it now; its tokens in flight mean nothing any more. But if layers have a state, which
-        is saved at the end, it ends when these tokens are read, unless at_once. Returns where the
-        state is to be saved, if it is now."""
+        is saved at the end, it ends when these tokens are read, unless at_once."""
         if sequence.state == "ended":
-            return None
-        place = None
-        saves = self.snapshot_tail and sequence.shares
-        if saves and sequence.state == "running" and not at_once:
-            if sequence.in_flight:
+            return
+        if not at_once:
+            if self.snapshot_tail and sequence.state == "running" and sequence.in_flight:
                 sequence.limit -= sequence.left
-                return None
-            place = self._snapshot(sequence)
+                return
+            self._snapshot(sequence)
         self._leave(sequence, min(sequence.computed, len(sequence.tokens)))
         sequence.state = "ended"
-        return place
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
         """Begin anew with these sequences alone, and the tokens that they have: what was on the GPU
@@ -257,18 +266,34 @@ class Scheduler:
         self.waiting, self.prefilling, self.running = [], [], []
         self._slots = list(range(self._most))
         self._short = None
+        self.to_save.clear()
         self.pool.reset()
         for sequence in sequences:
             sequence.forget()
             self._wait(sequence)
 
-    def _snapshot(self, sequence: Sequence) -> int | None:
-        """Where the final state of a sequence is saved. It includes all tokens but the last, or but
-        the last and the drafts before it."""
-        if not self.snapshot_tail or not sequence.shares or sequence.state != "running":
-            return None
-        known = sequence.tokens[:-1][: sequence.settled]
-        return self.pool.store_snapshot(known, sequence.key, sequence.pages)
+    def _snapshot(self, sequence: Sequence) -> None:
+        """Save the state of a sequence that leaves its slot, if its tokens are known: in a prompt
+        all so far; while it runs all but the last, or but the last and the drafts before it."""
+        if not self.snapshot_tail or not sequence.shares:
+            return
+        if sequence.state == "prefill" or (sequence.state == "running" and not sequence.in_flight):
+            known = sequence.tokens[: len(sequence.tokens) - (sequence.state == "running")]
+            known = known[: sequence.settled]
+            if len(known) >= LEAST_SAVED:
+                place = self.pool.store_snapshot(known, sequence.key, sequence.pages)
+                if place is not None:
+                    self.to_save.append((slot_of(sequence), place))
+
+    def _save_at(self, sequence: Sequence, lengths: Iterable[int]) -> None:
+        """Save the state of a prompt after so many positions, too, if that saves others enough."""
+        saves = sequence.saves
+        for length in lengths:
+            at = bisect_left(saves, length)
+            before = max([sequence.computed, *saves[max(0, at - 1) : at]])
+            is_far = length >= LEAST_SAVED and length - before >= self.pool.page_size
+            if is_far and at < len(saves):  # before the tail
+                saves.insert(at, length)
 
     # Prefill
 
@@ -305,9 +330,10 @@ class Scheduler:
         start, length = sequence.computed, len(sequence.tokens)
         end = min(start + min(most, sequence.chunk), length)
         if until := next((position for position in sequence.saves if position > start), 0):
-            end = min(end, until)
-            if end == until:
+            end = min(end, until, sequence.saved + max(LARGEST_GAP, gap(end)))
+            if end == until or end - sequence.saved >= gap(end):
                 save = self.pool.store_snapshot(sequence.tokens[:end], sequence.key, sequence.pages)
+                sequence.saved = end
         sequence.computed = sequence.settled = end
         last = end == length
         self._store(sequence, end, partial=last)
@@ -366,10 +392,13 @@ class Scheduler:
         sequence.pages = [*match.pages, *fresh]
         sequence.computed = sequence.settled = sequence.stored = match.length
         if self.snapshot_tail and sequence.shares:
-            sequence.saves = [length - self.snapshot_tail]
+            sequence.saved = match.length
+            tail = length - self.snapshot_tail
+            sequence.saves = [tail] if tail >= LEAST_SAVED else []
             # A third prompt may begin with the part that two prompts have in common.
-            if match.length + pool.page_size <= match.cached < sequence.saves[0]:
-                sequence.saves.insert(0, match.cached)
+            alike = [s for s in self.waiting if s.shares and s.key == sequence.key]
+            shared = [common_length(s.tokens, sequence.tokens) for s in alike[: self._most]]
+            self._save_at(sequence, [match.cached, *sequence.marks, *shared])
         if not sequence._begun:
             sequence._begun, sequence.reused = True, match.length
             sequence.admitted = time.perf_counter()
@@ -403,7 +432,10 @@ class Scheduler:
             full = [s for s in groups[group] if s.computed >= len(s.pages) * size]
             for sequence in sorted(full, key=_rank):
                 while sequence.state == "running" and not self._grant(sequence):
-                    self._preempt(max([*self.running, *self.prefilling], key=_rank))
+                    last = max([*self.running, *self.prefilling], key=_rank)
+                    if self.snapshot_tail and last.in_flight and last.shares:
+                        return None  # its state is saved once its tokens have been read
+                    self._preempt(last)
             rows = tuple(groups[group])
             if full:
                 rows = tuple(s for s in rows if s.state == "running")
@@ -445,6 +477,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Make it wait again. What stays cached of it need not be computed again."""
         self.preemptions += 1
+        self._snapshot(sequence)
         self._leave(sequence, min(sequence.computed, len(sequence.tokens)))
         self._wait(sequence)
 
@@ -486,6 +519,18 @@ def _fits(sequence: Sequence, others: Ids[Prefill]) -> bool:
         sequence.group == chunk.sequence.group and sequence.limit and chunk.sequence.limit
         for chunk in others[:1]
     )
+
+
+def common_length(a: Ids[int], b: Ids[int]) -> int:
+    """Returns how many first tokens of two lists are equal."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:  # the first `low` are equal, and not more than `high` can be
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:
