@@ -14,7 +14,7 @@ import pytest
 from marks import others_full
 from test_pages import check
 
-from infer.engine import scheduler
+from infer.engine import scheduler, snapshots
 from infer.engine.pages import PagePool, _Node
 from infer.engine.scheduler import Decode, Prefill, Scheduler, Sequence
 from infer.kernels.errors import RequestError
@@ -274,7 +274,8 @@ class World:
         rows, most = sum(chunk.count for chunk in step), min(self.scheduler.chunk, most_rows)
         assert rows <= most
         end = step[-1].start + step[-1].count
-        assert step[-1].last or end in sequences[-1].saves or rows == most, "room is left"
+        cut = step[-1].save is not None or end in sequences[-1].saves
+        assert step[-1].last or cut or rows == most, "room is left"
         self.seen["packed"] += len(step) - 1
 
     def check_chunk(self, step: Prefill) -> None:
@@ -686,11 +687,6 @@ def test_no_more_is_in_flight_than_may_be() -> None:
     assert plan.next(100) is None
 
 
-@pytest.fixture(autouse=True)
-def saves_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "LEAST_SAVED", 1)
-
-
 @pytest.fixture
 def no_headroom(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "HEADROOM", 1)
@@ -905,6 +901,79 @@ def test_a_state_is_saved_where_prompts_part() -> None:
     world.add(Sequence([*common[:3], *[0] * 9], limit=1))  # no more than a page in common
     world.finish()
     assert world.seen["save"] == 5
+
+
+def test_states_of_a_long_prompt_are_saved_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At ends of chunks that are far enough apart, and in large chunks, too."""
+    monkeypatch.setattr(snapshots, "GAP", 10)
+    monkeypatch.setattr(scheduler, "LARGEST_GAP", 20)
+    for chunk, expected in ((4, [12, 24, 36, 48, 52]), (64, [20, 40, 52])):
+        world = World(40, snapshots=9, chunk=chunk)
+        world.add(Sequence([1] * 55, limit=1))
+        world.finish()
+        saved = sorted(own.position for own in world.pool.snapshots)
+        assert saved == [*expected, 55]
+
+
+def test_a_state_is_saved_where_waiting_prompts_part() -> None:
+    world = World(60, slots=3, snapshots=20, chunk=64)
+    common = [1, 2, 0, 1, 2, 2, 1, 0, 1, 1]
+    late = Sequence([*common, 2, 2, 2, 0, *[0] * 9], limit=1)
+    for i in range(2):
+        world.add(Sequence([*common, i, *[i] * 9], limit=1))
+    world.submit(4)
+    world.add(late)  # while the first is in its prefill
+    world.finish()
+    assert [s.reused for s in world.sequences] == [0, 10, 10]
+
+
+def test_a_state_is_saved_at_marks_that_are_far_from_others() -> None:
+    world = World(40, snapshots=9, chunk=64)
+    world.add(Sequence([1, 2] * 15, limit=1, marks=[2, 6, 7, 20, 29]))
+    world.finish()
+    saved = sorted(own.position for own in world.pool.snapshots)
+    assert saved == [6, 20, 27, 30]
+
+
+def test_nothing_is_saved_of_a_short_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "LEAST_SAVED", 20)
+    world = World(40, snapshots=9, chunk=64)
+    world.add(Sequence([1, 2] * 9, limit=1, marks=[6]))
+    world.finish()
+    assert len(world.pool.snapshots) == 0
+
+
+def test_what_was_cancelled_in_its_prefill_goes_on_from_there() -> None:
+    world = World(40, snapshots=9, chunk=7)
+    sequence = world.add(Sequence([1, 2] * 15, limit=1))
+    world.submit()
+    world.submit()
+    assert (sequence.state, sequence.computed) == ("prefill", 14)
+    world.cancel(sequence)
+    again = world.add(Sequence([1, 2] * 15, limit=1))
+    world.finish()
+    assert again.reused == 14
+
+
+@pytest.mark.usefixtures("no_headroom")
+def test_what_gave_its_pages_back_goes_on_from_its_state() -> None:
+    """No token that it had is computed again."""
+    world = World(8, slots=2, context=32, chunk=16, snapshots=9)
+    first = world.add(Sequence([1, 1, 0, 0, 2], limit=20))
+    second = world.add(Sequence([2, 1, 0, 1, 2], limit=20))
+    known = 0
+    while world.submit() or world.pending:
+        if world.scheduler.preemptions and not known:
+            assert second.state == "waiting"
+            known = len(second.tokens)
+        if second.state == "running" and known:
+            break
+        if world.pending:
+            world.read()
+    assert known > 5
+    assert world.seen["restore"] == 1
+    assert first.tokens[:5] == [1, 1, 0, 0, 2]
+    world.finish()
 
 
 @pytest.mark.usefixtures("no_headroom")

@@ -280,7 +280,13 @@ class Engine(TokenEngine):
             constraint,
             chain,
             None,
-            self._sequence(ids, limit - len(generated), (adapter, cache_salt), ahead),
+            self._sequence(
+                ids,
+                limit - len(generated),
+                (adapter, cache_salt),
+                ahead,
+                () if self.saved is None else _message_ends(prompt_ids, stop_ids),
+            ),
             count=len(generated),
             newest=ids[-1] if generated else -1,
         )
@@ -306,14 +312,21 @@ class Engine(TokenEngine):
         return replace(chain, min_p=True) if self.options.invariant and chain.noise else chain
 
     def _sequence(
-        self, ids: Sequence[int], limit: int, key: tuple[str | None, ...], ahead: int
+        self,
+        ids: Sequence[int],
+        limit: int,
+        key: tuple[str | None, ...],
+        ahead: int,
+        marks: Sequence[int] = (),
     ) -> scheduler.Sequence:
         """A sequence of `limit` more tokens, or as many as keep the same rotary table. key: of the
         cache."""
         rope = self.model.config.rope
         part = int(min(limit, same_until(rope, len(ids)) + 1 - len(ids)))
         length = table_length(rope, len(ids))
-        return scheduler.Sequence(ids, limit=part, key=(*key, length), group=length, ahead=ahead)
+        return scheduler.Sequence(
+            ids, limit=part, key=(*key, length), group=length, ahead=ahead, marks=marks
+        )
 
     def begin(self, text: Text) -> None:
         """Queue it. Whoever waits computes it."""
@@ -779,3 +792,10 @@ class Engine(TokenEngine):
         self.check_prompt(ids, room=0)
         self.check_adapter(adapter)
         yield from self.texts.logits(ids, adapter, self)
+
+
+def _message_ends(ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
+    """Returns where the first message of a chat ends, which is mostly what others begin with, and
+    where the last but one ends, behind which a user may edit: messages end as answers do."""
+    ends = np.flatnonzero(np.isin(ids, stop_ids)) + 1
+    return [int(end) for end in (*ends[:1], *ends[-2:-1])]
