@@ -298,7 +298,7 @@ def test_with_snapshots_only_lengths_that_have_one_are_found() -> None:
 def saved(pool: PagePool, tokens: Iterable[int], lengths: Iterable[int]) -> list[int]:
     """Pages with these tokens, referenced, and snapshots of these lengths as far as they stay."""
     tokens = list(tokens)
-    pool.match(tokens, None, 0)  # a prompt begins
+    pool.snapshots.tick()
     pages = take(pool, pool.pages_for(len(tokens)))
     for length in lengths:
         pool.store_snapshot(tokens[:length], None, pages)
@@ -344,6 +344,7 @@ def test_what_nobody_goes_on_from_goes_in_the_end() -> None:
     pool = PagePool(4000, 64, snapshots=6)
     saved(pool, range(6000), range(1000, 6001, 1000))
     for i in range(1, 40):
+        pool.snapshots.tick()
         match = pool.match(range(5000), None, 5000)  # somebody does
         assert match.length >= 4000
         pool.release(match.pages)

@@ -268,7 +268,6 @@ class World:
         sequences = [chunk.sequence for chunk in step]
         assert len(set(sequences)) == len(sequences)
         assert len({s.group for s in sequences}) == 1
-        assert sequences == sorted(sequences, key=lambda s: s.rank)
         assert all(chunk.last for chunk in step[:-1])
         assert all(s.limit > 0 for s in sequences[1:])
         rows, most = sum(chunk.count for chunk in step), min(self.scheduler.chunk, most_rows)
@@ -292,7 +291,11 @@ class World:
             self.seen["sequences"] += 1
             self.seen["reused"] += s.reused > 0
             assert s.reused == step.start < s.prompt_tokens
-            assert all(s.rank < other.rank for other in scheduler.waiting), "out of order"
+            before = [o for o in scheduler.waiting if o.rank < s.rank]
+            long = [o for o in scheduler.prefilling if o is not s and o.rank < s.rank]
+            assert not before or (long and s.rest <= self.scheduler.chunk), "out of order"
+            assert all(s.priority <= o.priority for o in long), "out of order"
+            self.seen["passed"] += bool(long)
             self.begun.append(s)
         self.seen["copy"] += step.copy is not None
         self.seen["restore"] += step.restore is not None
@@ -437,7 +440,7 @@ def test_at_random(
                 prompt(rng, texts, 30),
                 limit=rng.choice([0, 1, 10, 1000]),
                 key=rng.choice([None, "adapter"]),
-                priority=rng.choice([0, 0, 1]),
+                priority=rng.choice([0, 0, -1]),
                 group=rng.randrange(groups),
                 ahead=rng.choice([1, 1000]),
                 shares=rng.random() < 0.8,
@@ -474,7 +477,7 @@ def test_a_load_of_prompts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         if len(world.scheduler.waiting) < 3:
             for _ in range(rng.randrange(10)):
                 group, limit = rng.randrange(20) // 19, rng.choice([0, 1, 4, 4, 12, 40])
-                priority = rng.choice([0, 0, 1])
+                priority = rng.choice([0, 0, -1])
                 own = prompt(rng, texts, 40)
                 world.add(Sequence(own, limit=limit, group=group, priority=priority))
                 texts = [*texts[-20:], answer(world.sequences[-1])]
@@ -499,6 +502,7 @@ def test_all_of_it_was_seen() -> None:
     if SEEN["sequences"] > 4000:
         assert min(SEEN[what] for what in ("copy", "restore", "save", "preempted", "reused")) > 15
         assert SEEN["packed"] > 500
+        assert SEEN["passed"] > 100
         assert 500 < SEEN["behind"] < SEEN["accepted"] < SEEN["drafted"]
 
 
@@ -517,10 +521,58 @@ def test_first_come_first_served() -> None:
 def test_priority_overtakes_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "AGEING", 3)
     world = World(40, slots=1)
-    for priority in (0, 0, 1, 1, 1, 1, 2):
+    for priority in (0, 0, -1, -1, -1, -1, -2):
         world.add(Sequence([1], limit=1, priority=priority))
     world.finish()
     assert begun(world) == [2, 0, 3, 6, 1, 4, 5]
+
+
+def test_a_short_prompt_goes_before_the_rest_of_a_long_one() -> None:
+    """But not of one with a lower priority, nor for ever."""
+    world = World(60, chunk=4, slots=8)
+    long = world.add(Sequence([1] * 30, limit=1))
+    steps(world, 1)
+    urgent = world.add(Sequence([2] * 9, limit=1, priority=-1))
+    steps(world, 1)
+    late = world.add(Sequence([0] * 3, limit=1))
+    last = world.add(Sequence([0, 1, 2], limit=1, priority=1))
+    ended = list[Sequence]()
+    while world.submit() or world.pending:
+        if world.pending:
+            world.read()
+        ended += [s for s in world.sequences if s.state == "ended" and s not in ended]
+    assert [world.sequences[i] for i in begun(world)] == [long, urgent, late, last]
+    assert ended == [urgent, late, long, last]
+
+
+def test_a_long_prompt_is_not_passed_for_ever() -> None:
+    world = World(200, chunk=4, slots=8)
+    long = world.add(Sequence([1] * 20, limit=1))
+    steps(world, 1)
+    order = []
+    for i in range(24):
+        world.add(Sequence([2, i % 3, 0], limit=1))
+        before = long.computed
+        assert world.submit()
+        order.append(long.computed > before)
+        while world.pending:
+            world.read()
+    assert order[:10] == [False] * 4 + [True] + [False] * 4 + [True]
+    world.finish()
+
+
+def test_who_shares_the_rest_of_a_long_prompt_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "COPIED", 0)
+    world = World(60, chunk=4, slots=8)
+    long = world.add(Sequence([1, 2] * 8, limit=1))
+    steps(world, 1)
+    same = world.add(Sequence([1, 2] * 3, limit=1))
+    other = world.add(Sequence([2, 2], limit=1))
+    world.finish()
+    assert [world.sequences[i] for i in begun(world)] == [long, other, same]
+    assert same.reused == 5
 
 
 def test_what_cannot_fit_is_refused_with_both_numbers() -> None:
@@ -726,7 +778,7 @@ def test_the_youngest_gives_its_pages_back_and_comes_back() -> None:
 @pytest.mark.usefixtures("no_headroom")
 def test_the_lowest_priority_gives_its_pages_back_first() -> None:
     plan = Scheduler(PagePool(6, SIZE), slots=4, context=16, chunk=64)
-    low, high = Sequence([1] * 7, limit=9), Sequence([2] * 7, limit=9, priority=1)
+    low, high = Sequence([1] * 7, limit=9), Sequence([2] * 7, limit=9, priority=-1)
     plan.add(low)
     plan.next(100)
     plan.add(high)
@@ -759,7 +811,7 @@ def test_a_prefill_is_given_up_for_one_that_was_first() -> None:
 def test_there_is_a_step_after_the_last_row_was_given_up(group: str | None) -> None:
     """A chunk, or a decode step of another group, although nothing is in flight."""
     plan = Scheduler(PagePool(5, SIZE), slots=4, context=16, chunk=8 if group else 4, ahead=1)
-    low, high = Sequence([1] * 4, limit=9), Sequence([2] * 7, limit=3, priority=1, group=group)
+    low, high = Sequence([1] * 4, limit=9), Sequence([2] * 7, limit=3, priority=-1, group=group)
     for sequence in (low, high):
         plan.add(sequence)
         plan.next(100)
@@ -812,7 +864,7 @@ def test_the_first_is_prefilled_first() -> None:
     world = World(40, chunk=2)
     low = world.add(Sequence([1] * 9, limit=1))
     steps(world, 1)
-    high = world.add(Sequence([2] * 9, limit=1, priority=1))
+    high = world.add(Sequence([2] * 9, limit=1, priority=-1))
     steps(world, 5)
     assert (low.computed, high.computed) == (2, 9)
     world.finish()

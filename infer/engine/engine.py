@@ -445,7 +445,8 @@ class Engine(TokenEngine):
             self.verification.choose()
             rows = 0
             if self.scheduler.has_prompts:
-                rows = self.pace.rows_beside if self.scheduler.running else self.pace.rows
+                most = self.pace.rows_beside if self.scheduler.running else self.pace.rows
+                rows = most(self.scheduler.next_position)
                 rows = self.pace.filled(rows, self.scheduler.shared_rows)
             work = self.scheduler.next(rows)
             self._save()
@@ -554,7 +555,8 @@ class Engine(TokenEngine):
         ]
         chosen = [rows[i] - 1 for i in last] if wanted.rows else []
         self.device.write(self.steps.step, pack_prompts(chunks, chosen, leads))
-        pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
+        position = sum(part.count * part.start for part in work) // count
+        pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count, position)
         if pieces > 1 and chain is not None and chain.mask:  # sampling comes after the masks
             first = self.recordings.of(kind, False, None, any(numbers)).parts(pieces)
             rest = self.recordings.of(kind, True, chain, any(numbers), body=False)
@@ -567,7 +569,7 @@ class Engine(TokenEngine):
         self.resident.prefilled(slots, tuple(slots[i] for i in last) if wanted.rows else ())
         # Scoring takes longer, so it would distort the pace of prompts.
         is_prompt = count > MAX_VEC_ROWS and not isinstance(text, Scored)
-        prefilled = count if is_prompt else 0
+        prefilled = (count, position) if is_prompt else None
         self.submissions.submit(rest, count, longest, wanted, prefilled=prefilled)
         if draft is not None:
             known = [
@@ -616,7 +618,7 @@ class Engine(TokenEngine):
         """(start, rows, kind of step) of each step of a prompt of that length, if it is alone."""
         start = 0
         while start < length:
-            rows = min(length - start, self.pace.rows, self.steps.rows["prefill"])
+            rows = min(length - start, self.pace.rows(start), self.steps.rows["prefill"])
             yield start, rows, self.steps.prefill(rows)
             start += rows
 
@@ -628,7 +630,8 @@ class Engine(TokenEngine):
         self.submissions.in_flight.popleft()
         now = time.perf_counter()
         if step.prefilled:
-            self.pace.measured(step.prefilled, now - max(step.since, self._read_at))
+            count, position = step.prefilled
+            self.pace.measured(count, now - max(step.since, self._read_at), position)
         self.verification.measured(step, self._read_at, now)
         self._read_at = now
         rows: Sequence[int] = range(len(ids))

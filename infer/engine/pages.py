@@ -229,10 +229,16 @@ class PagePool:
         found = self._match(tokens, key, limit, uncopied)
         self._lookups += limit
         self._hits += found.length
+        if found.snapshot is not None:
+            self.snapshots.use(found.snapshot)
         self.retain(found.pages)
         if found.partial is not None:
             self.retain(found.partial[:1])
         return found
+
+    def cached(self, tokens: Sequence[int], key: Hashable) -> int:
+        """Returns how much of a prompt is cached now. Nothing is retained, and nothing counted."""
+        return self._match(tokens, key, len(tokens) - 1, ()).length
 
     def unmatch(self, match: Match, limit: int) -> None:
         """Release what a `match` up to `limit` has found, as if nobody had asked."""
@@ -274,9 +280,7 @@ class PagePool:
     ) -> Match:
         """Returns the match that ends at the snapshot after most positions. path: the nodes that
         match, all below which is looked at."""
-        self.snapshots.tick()
         best = Match(cached=cached)
-        used: Snapshot | None = None
         for snapshot in self.snapshots:
             node, offset, length = snapshot.page, snapshot.offset, snapshot.position
             assert isinstance(node, _Node)
@@ -287,9 +291,6 @@ class PagePool:
                 kept = pages[: node.start // self.page_size + whole]
                 partial = None if whole else (node.page, offset)
                 best = Match(tuple(kept), length, partial, snapshot.place, cached)
-                used = snapshot
-        if used is not None:
-            self.snapshots.use(used)
         return best
 
     def store(

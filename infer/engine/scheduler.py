@@ -6,7 +6,8 @@ pages run out, the sequence that came last gives its own back and waits again, w
 it has. Steps are submitted before the ids of the previous ones are read.
 
 The time of a prefill step depends on its tiles, not its rows: if the end of a prompt leaves room,
-the next prompts begin in the same step.
+the next prompts begin in the same step. A prompt that fits into one step goes before the rest of
+one that does not.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from infer.engine.pages import PagePool
 from infer.engine.snapshots import gap
 from infer.kernels.errors import RequestError
 
-AGEING = 64  # how many earlier sequences one of the next higher priority overtakes
+AGEING = 64  # how many earlier sequences one of the next lower priority overtakes
+PASSING = 4  # steps in a row in which short prompts go before the rest of a long one
 HEADROOM = 256  # positions that must be free for an answer before it begins
 COPIED = 8  # as few shared tokens are computed again rather than copied a step later
 LEAST_SAVED = 256  # positions of which the state is saved
@@ -63,7 +65,7 @@ class Sequence:
     ) -> None:
         """limit: the most tokens to generate; with 0 it generates none, and is to be cancelled when
         the last chunk of its prompt has been read. key: what keys and values depend on besides the
-        tokens. priority: higher ones begin first. group: sequences of a group can share decode
+        tokens. priority: lower ones begin first. group: sequences of a group can share decode
         steps. ahead: the most tokens in flight. shares: whether it takes what others left in the
         cache and leaves its own there; if not, all of its prompt is computed. chunk: the most
         tokens of its prompt in a step. marks: lengths of its prompt after which other prompts are
@@ -82,6 +84,7 @@ class Sequence:
         # position where it was saved.
         self.saves: list[int] = []
         self.saved = 0
+        self.cached = 0  # how many tokens of it others had in the cache when it came
         self.state: State = "waiting"
         self.rank = 0, 0  # the lowest goes first
         self._begun = False
@@ -92,6 +95,11 @@ class Sequence:
         self.pages, self.slot, self.saves = [], None, []
         self.computed = self.settled = self.stored = self.in_flight = self.drafted = 0
         self.draft = ()
+
+    @property
+    def rest(self) -> int:
+        """Rows of its prompt that are to be computed still, as far as that is known."""
+        return len(self.tokens) - max(self.computed, self.cached)
 
     @property
     def end(self) -> int:
@@ -175,6 +183,7 @@ class Scheduler:
         # Numbers of steps: the latest, the latest prefill, and the latest decode of each group.
         self._steps = self._prefilled = 0
         self._decoded: dict[Hashable, int] = {}
+        self._passed = 0  # steps since the last of a prompt that shorter ones go before
         self._short: Sequence | None = None  # found no room since the last page was released
 
     @property
@@ -194,6 +203,12 @@ class Scheduler:
         sharing = [s for s in first if s.group == first[0].group and s.limit]
         return sum(len(s.tokens) - s.computed for s in sharing) if len(sharing) > 1 else 0
 
+    @property
+    def next_position(self) -> int:
+        """Where the next rows of a prompt begin, unless a short one goes first."""
+        first = min([*self.prefilling, *self.waiting[:1]], key=_rank, default=None)
+        return 0 if first is None else max(first.computed, first.cached)
+
     def add(self, sequence: Sequence) -> None:
         """Cuts the limit to the room there is. Raises RequestError if the prompt leaves none."""
         room = min(self.context, self.pool.pages * self.pool.page_size)
@@ -205,7 +220,10 @@ class Scheduler:
                 "the answer included. Shorten the prompt or take a larger `context`."
             )
         sequence.limit = min(sequence.limit, room - sequence.prompt_tokens)
-        sequence.rank = self._added - AGEING * sequence.priority, self._added
+        sequence.rank = self._added + AGEING * sequence.priority, self._added
+        self.pool.snapshots.tick()
+        if sequence.shares:
+            sequence.cached = self.pool.cached(sequence.tokens, sequence.key)
         self._added += 1
         for other in self.prefilling if self.snapshot_tail else ():
             if other.shares and sequence.shares and other.key == sequence.key:
@@ -317,15 +335,17 @@ class Scheduler:
 
     def _chunk(self, most: int, others: Ids[Prefill]) -> Prefill | None:
         """The next chunk of a step, after the others in it."""
-        sequence = min(self.prefilling, key=_rank, default=None)
-        copy = restore = save = None
-        first = False
-        if self.waiting and (sequence is None or self.waiting[0].rank < sequence.rank):
-            admitted = self._admit(self.waiting[0], others)
-            if admitted is not None:
-                sequence, copy, restore = admitted
-                first = True
-        if sequence is None or not _fits(sequence, others):
+        for sequence in self._next_prompts(most, others):
+            copy = restore = save = None
+            first = sequence.state == "waiting"
+            if first:
+                admitted = self._admit(sequence, others)
+                if admitted is None:
+                    continue
+                copy, restore = admitted
+            if _fits(sequence, others):
+                break
+        else:
             return None
         start, length = sequence.computed, len(sequence.tokens)
         end = min(start + min(most, sequence.chunk), length)
@@ -343,12 +363,46 @@ class Scheduler:
             insort(self.running, sequence, key=slot_of)
         return Prefill(sequence, start, end - start, copy, restore, save, first, last)
 
+    def _next_prompts(self, most: int, others: Ids[Prefill]) -> list[Sequence]:
+        """The prompts of which one has the next rows, at most `most`, the first choice first."""
+        first = min(self.prefilling, key=_rank, default=None)
+        if first is None or (self.waiting and self.waiting[0].rank < first.rank):
+            return [*self.waiting[:1], *([] if first is None else [first])]
+        if first.rest <= most:
+            return [first]
+        if not others:
+            self._passed += 1
+            if self._passed > PASSING:
+                self._passed = 0
+                return [first]
+        short = [
+            s
+            for s in sorted([*self.prefilling, *self.waiting], key=_rank)
+            if s.rest <= most and s.priority <= first.priority and not self._is_behind(s)
+        ]
+        if not short and not others:
+            self._passed = 0
+        return [*short[:1], first]
+
+    def _is_behind(self, sequence: Sequence) -> bool:
+        """Whether it waits for what another prompt is about to compute for both."""
+        return (
+            sequence.state == "waiting"
+            and sequence.shares
+            and any(
+                other.shares
+                and other.key == sequence.key
+                and common_length(other.tokens, sequence.tokens) > other.computed + COPIED
+                for other in self.prefilling
+            )
+        )
+
     def _admit(
         self, sequence: Sequence, others: Ids[Prefill]
-    ) -> tuple[Sequence, tuple[int, int] | None, int | None] | None:
+    ) -> tuple[tuple[int, int] | None, int | None] | None:
         """Give it a slot and pages for its tokens, if there is room for some of its answer, too.
-        Returns it, the page to copy and the snapshot to restore. Not in the same step as others
-        that write a page from which it would copy more than a few tokens."""
+        Returns the page to copy and the snapshot to restore. Not in the same step as others that
+        write a page from which it would copy more than a few tokens."""
         alone = not self.running and not self.prefilling
         if sequence.in_flight or not self._slots or (sequence is self._short and not alone):
             return None
@@ -386,7 +440,7 @@ class Scheduler:
         if match.partial is not None:
             copy = (match.partial[0], fresh[0])
             pool.release(match.partial[:1])
-        del self.waiting[0]
+        self.waiting.remove(sequence)
         self.prefilling.append(sequence)
         sequence.state, sequence.slot = "prefill", heappop(self._slots)
         sequence.pages = [*match.pages, *fresh]
@@ -402,7 +456,7 @@ class Scheduler:
         if not sequence._begun:
             sequence._begun, sequence.reused = True, match.length
             sequence.admitted = time.perf_counter()
-        return sequence, copy, match.snapshot
+        return copy, match.snapshot
 
     # Decode
 

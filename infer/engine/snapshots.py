@@ -86,12 +86,12 @@ class Snapshots:
         return iter(self._all.values())
 
     def tick(self) -> None:
-        """Another prompt begins: what was used before is a little older."""
+        """Another prompt comes: what was used before is a little older."""
         self._now += 1
 
-    def use(self, snapshot: Snapshot) -> None:
-        """Somebody goes on from there, and so from all that is before it."""
-        at: Snapshot | None = snapshot
+    def use(self, place: int) -> None:
+        """Somebody goes on from what is saved there, and so from all that is before it."""
+        at: Snapshot | None = self._all[place]
         while at is not None:
             at.used = self._now
             at = at.before
@@ -100,7 +100,7 @@ class Snapshots:
         """Returns the place in which to save the state after the first `offset` tokens of a page;
         None if it is saved already, or if all that is saved is worth more."""
         if (saved := page.snapshots.get(offset)) is not None:
-            self.use(saved)
+            self.use(saved.place)
             return None
         if not self.places:
             return None
