@@ -247,6 +247,7 @@ class Engine(TokenEngine):
         constraint: Constraint | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
         generated: Sequence[int] = (),
     ) -> Answer:
         """with_logits also reads back the logits of every step. With a logits_processor they come
@@ -285,6 +286,7 @@ class Engine(TokenEngine):
                 limit - len(generated),
                 (adapter, cache_salt),
                 ahead,
+                priority,
                 () if self.saved is None else _message_ends(prompt_ids, stop_ids),
             ),
             count=len(generated),
@@ -317,6 +319,7 @@ class Engine(TokenEngine):
         limit: int,
         key: tuple[str | None, ...],
         ahead: int,
+        priority: int = 0,
         marks: Sequence[int] = (),
     ) -> scheduler.Sequence:
         """A sequence of `limit` more tokens, or as many as keep the same rotary table. key: of the
@@ -325,7 +328,13 @@ class Engine(TokenEngine):
         part = int(min(limit, same_until(rope, len(ids)) + 1 - len(ids)))
         length = table_length(rope, len(ids))
         return scheduler.Sequence(
-            ids, limit=part, key=(*key, length), group=length, ahead=ahead, marks=marks
+            ids,
+            limit=part,
+            key=(*key, length),
+            priority=priority,
+            group=length,
+            ahead=ahead,
+            marks=marks,
         )
 
     def begin(self, text: Text) -> None:
@@ -712,7 +721,7 @@ class Engine(TokenEngine):
         """Begin its next part: from here on all positions have another rotary table."""
         before = answer.sequence
         rest, key = answer.limit - answer.count, (answer.adapter, answer.cache_salt)
-        sequence = self._sequence(before.tokens, rest, key, before.ahead)
+        sequence = self._sequence(before.tokens, rest, key, before.ahead, before.priority)
         self.scheduler.add(sequence)
         self._answers[sequence] = answer
         answer.sequence = sequence

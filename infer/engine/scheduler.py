@@ -271,7 +271,8 @@ class Scheduler:
         if sequence.state == "ended":
             return
         if not at_once:
-            if self.snapshot_tail and sequence.state == "running" and sequence.in_flight:
+            saves = self.snapshot_tail and sequence.shares and sequence.state == "running"
+            if saves and sequence.in_flight:
                 sequence.limit -= sequence.left
                 return
             self._snapshot(sequence)
@@ -291,17 +292,17 @@ class Scheduler:
             self._wait(sequence)
 
     def _snapshot(self, sequence: Sequence) -> None:
-        """Save the state of a sequence that leaves its slot, if its tokens are known: in a prompt
-        all so far; while it runs all but the last, or but the last and the drafts before it."""
-        if not self.snapshot_tail or not sequence.shares:
+        """Save the state of a sequence that leaves its slot, all of whose tokens have been read but
+        those behind its end. While it runs, it includes all but the last, or but the last and the
+        drafts before it."""
+        if not self.snapshot_tail or not sequence.shares or sequence.state == "waiting":
             return
-        if sequence.state == "prefill" or (sequence.state == "running" and not sequence.in_flight):
-            known = sequence.tokens[: len(sequence.tokens) - (sequence.state == "running")]
-            known = known[: sequence.settled]
-            if len(known) >= LEAST_SAVED:
-                place = self.pool.store_snapshot(known, sequence.key, sequence.pages)
-                if place is not None:
-                    self.to_save.append((slot_of(sequence), place))
+        known = sequence.tokens[: len(sequence.tokens) - (sequence.state == "running")]
+        known = known[: sequence.settled]
+        if len(known) >= LEAST_SAVED:
+            place = self.pool.store_snapshot(known, sequence.key, sequence.pages)
+            if place is not None:
+                self.to_save.append((slot_of(sequence), place))
 
     def _save_at(self, sequence: Sequence, lengths: Iterable[int]) -> None:
         """Save the state of a prompt after so many positions, too, if that saves others enough."""
