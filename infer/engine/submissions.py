@@ -37,9 +37,10 @@ class Wanted(NamedTuple):
 @dataclass(eq=False)
 class InFlight:
     """A submitted step that has not been read. since: when it was submitted. prefilled: how many
-    rows of prompts, and the position of the first. sequences: of a decode step. drafts: in a step with drafts, the drafted token of each
-    row, None for a row whose token was known, NO_TOKEN if only the GPU knows it. kind: the kind
-    under which its time is measured (`Speculation.measured`)."""
+    rows of prompts, and the position of the first. sequences: of a decode step. drafts: in a step
+    with drafts, the drafted token of each row, None for a row whose token was known, NO_TOKEN if
+    only the GPU knows it. kind: the kind under which its time is measured
+    (`Speculation.measured`)."""
 
     submission: Any
     staging: Staging
