@@ -77,7 +77,10 @@ class EngineStats:
         )
         counts = ("preemptions", "drafts", "drafted", "accepted")
         sums = {name: getattr(self, name) + getattr(ended, name) for name in counts}
-        return replace(self, cache=cache, **sums)
+        host = self.host_cache
+        if host is not None and ended.host_cache is not None:
+            host = replace(host, restored=host.restored + ended.host_cache.restored)
+        return replace(self, cache=cache, host_cache=host, **sums)
 
 
 class TokenAnswer(Iterator[Step]):
