@@ -12,11 +12,12 @@ from zlib import crc32
 
 import pytest
 from marks import others_full
-from test_pages import check
+from test_pages import check, check_windows
 
 from infer.engine import scheduler
 from infer.engine.pages import PagePool
 from infer.engine.scheduler import Decode, Prefill, Scheduler, Sequence
+from infer.engine.windows import WindowPages
 from infer.kernels.errors import RequestError
 
 SIZE = 4
@@ -86,6 +87,9 @@ class Gpu:
         """Everything."""
         self.pages = [[0] * SIZE for _ in range(self.pool.pages)]
         self.states, self.snapshots = [0] * self.slots, [0] * self.pool.snapshots
+        self.windows = [
+            [0] * SIZE for _ in range(self.pool.windows.pages if self.pool.windows else 0)
+        ]
         self.rows = {}
 
     def put(
@@ -114,6 +118,25 @@ class Gpu:
             assert self.states[sequence.slot] == before, "the state of another sequence"
         self.states[sequence.slot] = values[settled - 1]
 
+    def put_windows(self, rows: Ids[tuple[Sequence, Ids[int], int]]) -> None:
+        """Write what a layer with a window keeps of sequences, whose rows are from a position on,
+        of all in the step before any of them reads its window."""
+        if (pool := self.pool.windows) is None:
+            return
+        for n, (s, values, position) in enumerate(rows):
+            later = [other.window_pages[other.first_window :] for other, *_ in rows[n + 1 :]]
+            for i in range(position, len(values)):
+                page = s.window_pages[i // SIZE]
+                assert i // SIZE >= s.first_window
+                readers = sum(page in pages for pages in later)
+                assert pool._count[page] == 1 + readers, "a window page that others read"
+                self.windows[page][i % SIZE] = values[i]
+        for s, values, position in rows:
+            assert len(s.window_pages) <= len(s.pages)
+            for i in range(max(0, position - pool.window), len(values)):
+                cell = self.windows[s.window_pages[i // SIZE]][i % SIZE]
+                assert cell == values[i], "a window of another sequence"
+
     def prefill(self, step: Ids[Prefill]) -> list[tuple[Sequence, list[int]]]:
         """All that is copied comes before all rows; of these each layer writes the keys and values
         before any attends."""
@@ -122,12 +145,19 @@ class Gpu:
             if chunk.copy is not None:
                 source, target = chunk.copy
                 self.pages[target] = list(self.pages[source])
+                if self.pool.windows is not None:
+                    assert chunk.sequence.window_copy is not None
+                    source, target = chunk.sequence.window_copy
+                    self.windows[target] = list(self.windows[source])
             if chunk.restore is not None:
                 self.states[chunk.sequence.slot] = self.snapshots[chunk.restore]
         sampled: list[tuple[Sequence, list[int]]] = []
-        for i, chunk in enumerate(step):
+        all_values = [chain(c.sequence.key, c.sequence.tokens[: c.start + c.count]) for c in step]
+        self.put_windows(
+            [(c.sequence, values, c.start) for c, values in zip(step, all_values, strict=True)]
+        )
+        for i, (chunk, values) in enumerate(zip(step, all_values, strict=True)):
             s, end = chunk.sequence, chunk.start + chunk.count
-            values = chain(s.key, s.tokens[:end])
             self.put(s, values, chunk.start, end, others=step[i + 1 :])
             assert s.slot is not None
             if chunk.save is not None:
@@ -141,6 +171,7 @@ class Gpu:
     def decode(self, step: Decode) -> list[tuple[Sequence, list[int]]]:
         """And of drafts the tokens up to the first that is wrong."""
         sampled = []
+        in_windows = []
         count = len(step.sequences)
         each = zip(
             step.sequences, step.drafts or [()] * count, step.behind or [0] * count, strict=True
@@ -159,12 +190,14 @@ class Gpu:
                 right += right == i and token == chosen(row.values[-1])
                 row.values.append(after(row.values[-1], token))
             self.put(s, row.values, before, before + 1, behind)
+            in_windows.append((s, list(row.values), before))
             tokens = []
             for i in range(right + 1):
                 row.token = chosen(row.values[before + i])
                 tokens.append(self.sampled(row))
             del row.values[before + 1 + right :]
             sampled.append((s, tokens))
+        self.put_windows(in_windows)
         return sampled
 
     def sampled(self, row: Row) -> int:
@@ -185,8 +218,14 @@ class World:
         ahead: int = 2,
         snapshots: int = 0,
         prompts: int = 1,
+        window: int = 0,
+        kept: int = 0,
     ) -> None:
-        self.pool = PagePool(pages, SIZE, snapshots=snapshots)
+        """window: of layers that have pages of their own, of which there are `kept` more than can
+        be in use."""
+        used = slots * (-(-window // SIZE) + 5) + -(-chunk // SIZE) + 1  # with 8 drafts
+        windows = WindowPages(used + kept, window) if window else None
+        self.pool = PagePool(pages, SIZE, snapshots=snapshots, windows=windows)
         self.scheduler = Scheduler(
             self.pool,
             slots=slots,
@@ -363,6 +402,13 @@ class World:
         for page, (key, tokens) in cached.items():
             values = chain(key, tokens)[(len(tokens) - 1) // SIZE * SIZE :]
             assert self.gpu.pages[page][: len(values)] == values, "a page is not what is stored"
+        if self.pool.windows is not None:
+            own = [page for s in holders for page in s.window_pages[s.first_window :]]
+            for page, window in check_windows(self.pool, own).items():
+                key, tokens = cached[page]
+                values = chain(key, tokens)[(len(tokens) - 1) // SIZE * SIZE :]
+                assert self.gpu.windows[window][: len(values)] == values
+            self.seen["passed"] += len(self.pool.windows._passed)
         for slot, (node, offset) in self.pool._saved.items():
             tokens = cached[node.page][1]
             end = (len(tokens) - 1) // SIZE * SIZE + offset
@@ -399,15 +445,22 @@ SEEN = Counter[str]()
 
 
 @pytest.mark.parametrize(
-    ("snapshots", "drafts", "prompts"),
+    ("snapshots", "drafts", "prompts", "window"),
     [
-        *((0, drafts, prompts) for drafts, prompts in ((False, 1), (False, 8), (True, 3))),
-        *((snapshots, drafts, 1) for snapshots in (1, 5) for drafts in (False, True)),
+        *((0, drafts, prompts, 0) for drafts, prompts in ((False, 1), (False, 8), (True, 3))),
+        *((snapshots, drafts, 1, 0) for snapshots in (1, 5) for drafts in (False, True)),
+        *((0, drafts, prompts, 9) for drafts, prompts in ((False, 1), (False, 8), (True, 3))),
+        *((0, drafts, 8, 4) for drafts in (False, True)),
     ],
 )
 @others_full("seed", range(10), range(5))
 def test_at_random(
-    seed: int, snapshots: int, drafts: bool, prompts: int, monkeypatch: pytest.MonkeyPatch
+    seed: int,
+    snapshots: int,
+    drafts: bool,
+    prompts: int,
+    window: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Arrivals, ends, cancels and resets, in too few pages: every answer is the one that its
     prompt alone would give."""
@@ -423,6 +476,8 @@ def test_at_random(
         ahead=rng.randrange(1, 4),
         snapshots=snapshots,
         prompts=prompts,
+        window=window,
+        kept=rng.choice([0, 5, 40]),
     )
     groups = rng.randrange(1, 4)
     texts = [[rng.randrange(3) for _ in range(20)] for _ in range(2)]
@@ -837,9 +892,9 @@ def test_a_page_of_an_answer_is_stored_when_it_is_full(monkeypatch: pytest.Monke
     sequence = world.add(Sequence([1, 1, 0, 0, 2], limit=50))
     store = world.pool.store
 
-    def counted(tokens: Ids[int], key: Hashable, pages: Ids[int], length: int) -> None:
+    def counted(tokens: Ids[int], key: Hashable, pages: Ids[int], length: int, *of: Any) -> None:
         lengths.append(length)
-        store(tokens, key, pages, length)
+        store(tokens, key, pages, length, *of)
 
     monkeypatch.setattr(world.pool, "store", counted)
     world.finish()

@@ -16,7 +16,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Container, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from infer.engine.windows import WindowPages
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Match:
 
     pages: in order, all of whose positions match. partial: (page, positions), one more of which the
     first positions match, to be copied. snapshot: the slot of the state after `length` positions.
-    cached: positions that match, were there a snapshot after them.
+    cached: positions that match, were there a snapshot after them. windows: of layers with a
+    window, the pages beside the last of `pages`, and window_partial: beside `partial`.
     """
 
     pages: tuple[int, ...] = ()
@@ -33,6 +36,8 @@ class Match:
     partial: tuple[int, int] | None = None
     snapshot: int | None = None
     cached: int = 0
+    windows: tuple[int, ...] = ()
+    window_partial: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,8 @@ class _Node:
 
     children: sorted by tokens; none are the beginning of another's. active: whether the page is
     referenced, plus the children that are active. twins: other pages with the same tokens, all
-    referenced, which need no node. snapshots: slots of states by position in the page.
+    referenced, which need no node. snapshots: slots of states by position in the page. window: the
+    page with these tokens of layers with a window, if it is cached.
     """
 
     key: Hashable
@@ -73,6 +79,7 @@ class _Node:
     active: int = 0
     twins: set[int] = field(default_factory=set)
     snapshots: dict[int, int] = field(default_factory=dict)
+    window: int | None = None
 
     def closest(
         self, tokens: tuple[int, ...], avoid: Container[int] = ()
@@ -103,6 +110,12 @@ def _tokens(node: _Node) -> tuple[int, ...]:
     return node.tokens
 
 
+def _windows(match: Match) -> list[int]:
+    """All pages of layers with a window in a match."""
+    partial = match.window_partial
+    return [*match.windows, *([] if partial is None else [partial])]
+
+
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
     """How many first tokens are the same."""
     length = 0
@@ -116,9 +129,19 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 class PagePool:
     """All pages of a cache, and as many snapshots of states for models whose layers have one."""
 
-    def __init__(self, pages: int, page_size: int, *, snapshots: int = 0) -> None:
-        """snapshots: 0 where no layer has a state, and any length can be gone on from."""
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        *,
+        snapshots: int = 0,
+        windows: WindowPages | None = None,
+    ) -> None:
+        """snapshots: 0 where no layer has a state, and any length can be gone on from. windows: the
+        pages of layers with a window, where these have their own; then without snapshots."""
+        assert not (snapshots and windows)
         self.pages, self.page_size, self.snapshots = pages, page_size, snapshots
+        self.windows = windows
         self._count = Counter[int]()  # references
         self._free: list[int] = []  # those that were used before, and
         self._unused = 0  # all from here on
@@ -213,22 +236,31 @@ class PagePool:
         self._idle.clear()
         self._saved.clear()
         self._free_snapshots = list(range(self.snapshots))[::-1]
+        if self.windows is not None:
+            self.windows.reset()
 
     # The tokens in pages
 
     def match(
-        self, tokens: Sequence[int], key: Hashable, limit: int, uncopied: Container[int] = ()
+        self,
+        tokens: Sequence[int],
+        key: Hashable,
+        limit: int,
+        uncopied: Container[int] = (),
+        uncopied_windows: Container[int] = (),
     ) -> Match:
         """The longest beginning of tokens[:limit] that is cached and, if there are snapshots, has
-        one. key: what else the keys and values depend on. uncopied: pages that are not `partial`.
-        All its pages are retained."""
+        one. key: what else the keys and values depend on. uncopied: pages that are not `partial`,
+        and uncopied_windows: that are not `window_partial`. All its pages are retained."""
         limit = min(limit, len(tokens))
-        found = self._match(tokens, key, limit, uncopied)
+        found = self._match(tokens, key, limit, uncopied, uncopied_windows)
         self._lookups += limit
         self._hits += found.length
         self.retain(found.pages)
         if found.partial is not None:
             self.retain(found.partial[:1])
+        if self.windows is not None:
+            self.windows.retain(_windows(found))
         return found
 
     def unmatch(self, match: Match, limit: int) -> None:
@@ -238,9 +270,16 @@ class PagePool:
         if match.partial is not None:
             self.release(match.partial[:1])
         self.release(match.pages)
+        if self.windows is not None:
+            self.windows.release(_windows(match))
 
     def _match(
-        self, tokens: Sequence[int], key: Hashable, limit: int, uncopied: Container[int]
+        self,
+        tokens: Sequence[int],
+        key: Hashable,
+        limit: int,
+        uncopied: Container[int],
+        uncopied_windows: Container[int],
     ) -> Match:
         node, pages, length = self._roots.get(key), list[int](), 0
         depths: dict[_Node, int] = {}  # positions before the children of a node
@@ -259,7 +298,34 @@ class PagePool:
         if self.snapshots:
             return self._match_snapshot(tokens, limit, depths, pages, length + common)
         partial = (closest.page, common) if closest is not None else None
-        return Match(tuple(pages), length + common, partial, None, length + common)
+        found = Match(tuple(pages), length + common, partial, None, length + common)
+        if self.windows is None:
+            return found
+        path = [*list(depths)[1:], *([] if closest is None else [closest])]
+        return self._within_windows(found, path, self.windows.window, uncopied_windows)
+
+    def _within_windows(
+        self, found: Match, path: Sequence[_Node], window: int, uncopied: Container[int]
+    ) -> Match:
+        """Returns the longest part of a match before whose end a window is cached. path: the nodes
+        of its pages, that of `partial` included. Such a part ends with the match, or with a page
+        before one that is not there."""
+        size, end, first = self.page_size, len(path), 0
+        while end:
+            length = min(found.length, end * size)
+            first = max(0, length - window) // size
+            lacking = [i for i in range(first, end) if path[i].window is None]
+            if not lacking and length < end * size and path[-1].window in uncopied:
+                lacking = [end - 1]
+            if not lacking:
+                break
+            end = lacking[-1]
+        whole = min(end, len(found.pages))
+        windows = tuple(node.window for node in path[first:whole] if node.window is not None)
+        length = min(found.length, end * size)
+        if end > whole:
+            return replace(found, windows=windows, window_partial=path[-1].window)
+        return Match(found.pages[:whole], length, None, None, found.cached, windows)
 
     def _match_snapshot(
         self,
@@ -292,14 +358,24 @@ class PagePool:
         key: Hashable,
         pages: Sequence[int],
         length: int | None = None,
+        windows: Sequence[int] = (),
+        first_window: int = 0,
     ) -> None:
         """The first `length` positions (all) of these pages hold these tokens, or will, once what
         is submitted has run. The pages are referenced. Pages that were stored before cost nothing;
-        what others hold already is not stored again."""
-        self._store(tokens, key, pages, len(tokens) if length is None else length)
+        what others hold already is not stored again. windows: the pages beside these of layers with
+        a window, referenced from number first_window on."""
+        length = len(tokens) if length is None else length
+        self._store(tokens, key, pages, length, windows, first_window)
 
     def _store(
-        self, tokens: Sequence[int], key: Hashable, pages: Sequence[int], length: int
+        self,
+        tokens: Sequence[int],
+        key: Hashable,
+        pages: Sequence[int],
+        length: int,
+        windows: Sequence[int] = (),
+        first_window: int = 0,
     ) -> _Node | None:
         """The node that has the last of these tokens."""
         size, count = self.page_size, self.pages_for(length)
@@ -318,7 +394,15 @@ class PagePool:
             assert parent is not None  # the one before
             held = tuple(tokens[i * size : min((i + 1) * size, length)])
             parent = self._put(parent, held, pages[i])
+            if first_window <= i < len(windows):
+                self._cache_window(parent, pages[i], windows[i])
         return parent
+
+    def _cache_window(self, node: _Node, page: int, window: int) -> None:
+        """A page of layers with a window holds the tokens of the node, or of a page that the node
+        covers."""
+        if self.windows is not None and node.window is None and self._nodes.get(page) is node:
+            self.windows.cache(window, node)
 
     def _put(self, parent: _Node, tokens: tuple[int, ...], page: int) -> _Node:
         """The node of a page with these tokens below that parent."""
@@ -353,6 +437,8 @@ class PagePool:
         for slot in node.snapshots.values():
             del self._saved[slot]
             self._free_snapshots.append(slot)
+        if self.windows is not None:
+            self.windows.forget(node)
         for page in (node.page, *node.twins):
             del self._nodes[page]
         parent = node.parent
