@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 
 from infer.engine.pages import Match, PagePool
-from infer.engine.windows import WindowPages
 
 SIZE = 4
 

@@ -17,7 +17,7 @@ from test_pages import check, check_windows
 from infer.engine import scheduler
 from infer.engine.pages import PagePool
 from infer.engine.scheduler import Decode, Prefill, Scheduler, Sequence
-from infer.engine.windows import WindowPages
+from infer.engine.windows import WindowPages, pages_in_use
 from infer.kernels.errors import RequestError
 
 SIZE = 4
@@ -223,7 +223,7 @@ class World:
     ) -> None:
         """window: of layers that have pages of their own, of which there are `kept` more than can
         be in use."""
-        used = slots * (-(-window // SIZE) + 5) + -(-chunk // SIZE) + 1  # with 8 drafts
+        used = pages_in_use(window, slots, chunk, SIZE)
         windows = WindowPages(used + kept, window) if window else None
         self.pool = PagePool(pages, SIZE, snapshots=snapshots, windows=windows)
         self.scheduler = Scheduler(
@@ -444,24 +444,15 @@ def prompt(rng: random.Random, texts: list[list[int]], most: int) -> list[int]:
 SEEN = Counter[str]()
 
 
-@pytest.mark.parametrize(
-    ("snapshots", "drafts", "prompts", "window"),
-    [
-        *((0, drafts, prompts, 0) for drafts, prompts in ((False, 1), (False, 8), (True, 3))),
-        *((snapshots, drafts, 1, 0) for snapshots in (1, 5) for drafts in (False, True)),
-        *((0, drafts, prompts, 9) for drafts, prompts in ((False, 1), (False, 8), (True, 3))),
-        *((0, drafts, 8, 4) for drafts in (False, True)),
-    ],
-)
-@others_full("seed", range(10), range(5))
-def test_at_random(
+def at_random(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
     seed: int,
-    snapshots: int,
+    snapshots: int = 0,
     drafts: bool,
     prompts: int,
-    window: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    window: int = 0,
+) -> World:
     """Arrivals, ends, cancels and resets, in too few pages: every answer is the one that its
     prompt alone would give."""
     rng = random.Random(seed)
@@ -477,7 +468,7 @@ def test_at_random(
         snapshots=snapshots,
         prompts=prompts,
         window=window,
-        kept=rng.choice([0, 5, 40]),
+        kept=rng.choice([0, 5, 40]) + (14 if drafts else 0),  # drafts may be two pages more
     )
     groups = rng.randrange(1, 4)
     texts = [[rng.randrange(3) for _ in range(20)] for _ in range(2)]
@@ -509,7 +500,94 @@ def test_at_random(
             world.check()
     world.scheduler.in_step = False
     world.finish()
-    SEEN.update(world.seen)
+    return world
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "drafts", "prompts"),
+    [
+        *((0, drafts, prompts) for drafts, prompts in ((False, 1), (False, 8), (True, 3))),
+        *((snapshots, drafts, 1) for snapshots in (1, 5) for drafts in (False, True)),
+    ],
+)
+@others_full("seed", range(10), range(5))
+def test_at_random(
+    seed: int, snapshots: int, drafts: bool, prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"seed": seed, "snapshots": snapshots, "drafts": drafts, "prompts": prompts}
+    SEEN.update(at_random(monkeypatch, **own).seen)
+
+
+@pytest.mark.parametrize("window", [1, 4, 9])
+@pytest.mark.parametrize(("drafts", "prompts"), [(False, 1), (False, 8), (True, 3)])
+@others_full("seed", range(10), range(3))
+def test_windows_at_random(
+    seed: int, window: int, drafts: bool, prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers with a window have what they read, too, in as few pages as can be in use."""
+    own = {"seed": seed, "window": window, "drafts": drafts, "prompts": prompts}
+    assert at_random(monkeypatch, **own).seen["passed"]
+
+
+def test_window_pages_of_a_chunk_are_given_up_in_the_next_step() -> None:
+    windows = WindowPages(pages_in_use(9, 8, 64, SIZE), 9)
+    pool = PagePool(1000, SIZE, windows=windows)
+    plan = Scheduler(pool, slots=8, context=200, chunk=64)
+    for i in range(8):
+        plan.add(Sequence([i] * 62, limit=40))
+    while plan.has_prompts:
+        assert plan.next(64) is not None
+    assert len(windows._count) == 7 * 3 + 16
+
+
+def evict_windows(world: World) -> None:
+    """As many others do that need the room."""
+    windows = world.pool.windows
+    assert windows is not None
+    windows.release(windows.allocate(windows.pages))
+
+
+def test_what_lacks_its_window_is_computed_again_and_found_then() -> None:
+    """The pages that others find first have the window of a sequence that came later."""
+    world = World(100, window=9, kept=20)
+    text = [1, 2, 0, 1, 2, 2, 1, 0, 0, 1, 2, 0, 1, 1, 1, 2, 2]
+    for own, reused in (([], 0), ([1], 17), ([2], 0), ([0], 16), ([1, 1], 16), ([1, 1, 1], 18)):
+        if own == [2]:
+            evict_windows(world)
+        sequence = world.add(Sequence([*text, *own], limit=1))
+        world.finish()
+        assert sequence.reused == reused
+
+
+def test_a_window_page_that_is_being_written_is_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even if the page beside it was written long ago."""
+    monkeypatch.setattr(scheduler, "COPIED", 0)
+    world = World(100, chunk=64, window=9, kept=20, prompts=8)
+    text = [1, 2, 0, 1, 2, 2, 1, 0, 0, 1, 2, 0]
+    world.add(Sequence(text, limit=1))
+    world.finish()
+    evict_windows(world)
+    world.add(Sequence([*text, 1, 1, 1], limit=1))
+    other = world.add(Sequence([*text[:-1], 2, 2], limit=1))
+    world.finish()
+    assert other.reused == 11
+
+
+@pytest.mark.parametrize("kept", [0, 100])
+def test_window_pages_do_not_run_out(kept: int) -> None:
+    """Long prompts at once, of which no page is shared, and chunks larger than the window."""
+    rng = random.Random(kept)
+    world = World(1000, slots=8, context=200, chunk=64, prompts=8, window=9, kept=kept)
+    for _ in range(40):
+        tokens = [rng.randrange(3) for _ in range(rng.choice([10, 100, 100, 150]))]
+        world.add(Sequence(tokens, limit=40))
+    world.finish()
+    assert world.seen["preempted"] == 0
+    again = world.add(Sequence(world.sequences[-1].tokens, limit=5))  # it ended last
+    world.finish()
+    assert again.reused == again.prompt_tokens - 1
 
 
 @pytest.mark.parametrize("seed", range(4))

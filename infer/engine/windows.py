@@ -5,8 +5,8 @@ are given up as it goes on. They stay cached, each at the node of the tree that 
 until others need the room. A prefix can be gone on from where the pages of the window before its
 end are cached.
 
-There are so many pages that they never run out: no more are referenced at once than `most_pages`
-counts, so that nobody waits for one.
+There are so many pages that they never run out: no more are referenced at once than
+`pages_in_use` counts, so that nobody waits for one.
 """
 
 from __future__ import annotations
@@ -28,14 +28,19 @@ def window_of(config: DecoderConfig) -> int:
     return 0 if any(config.states) else max(config.kv_windows, default=0)
 
 
+def pages_in_use(window: int, sequences: int, rows: int, page: int = PAGE) -> int:
+    """Returns how many pages of layers with a window are referenced at once, at most. rows: of a
+    prefill step. page: its positions."""
+    # A window begins and ends within pages, and drafts, of which a page has room for all, may begin
+    # one more. So may a chunk of a prompt. One page may be being copied.
+    return sequences * (-(-window // page) + 3) + -(-rows // page) + 1
+
+
 def most_pages(window: int, max_batch: int, prefill_chunk: int) -> int:
     """Returns how many pages the layers with that window have at most: for all sequences in use,
     and for as many windows of cached prefixes."""
-    of_window, of_chunk = -(-window // PAGE), -(-max(16, prefill_chunk) // PAGE)
-    # A window begins and ends within pages, drafts and a chunk of a prompt may begin one more. The
-    # rows of a step are a chunk of one prompt or of several. One page may be being copied.
-    used = max_batch * (of_window + 3) + of_chunk + 1
-    return used + max(max_batch, _LEAST_KEPT) * (of_window + 1)
+    used = pages_in_use(window, max_batch, max(16, prefill_chunk))
+    return used + max(max_batch, _LEAST_KEPT) * (-(-window // PAGE) + 1)
 
 
 def window_pages(config: DecoderConfig, options: EngineOptions) -> int:
