@@ -551,7 +551,7 @@ def test_what_lacks_its_window_is_computed_again_and_found_then() -> None:
     """The pages that others find first have the window of a sequence that came later."""
     world = World(100, window=9, kept=20)
     text = [1, 2, 0, 1, 2, 2, 1, 0, 0, 1, 2, 0, 1, 1, 1, 2, 2]
-    for own, reused in (([], 0), ([1], 17), ([2], 0), ([0], 16), ([1, 1], 16), ([1, 1, 1], 18)):
+    for own, reused in (([], 0), ([1], 17), ([2], 0), ([0], 16), ([1, 1], 16), ([1, 1, 1], 19)):
         if own == [2]:
             evict_windows(world)
         sequence = world.add(Sequence([*text, *own], limit=1))
