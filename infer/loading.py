@@ -31,8 +31,8 @@ from infer.memory import (
     DEFAULT_CONTEXT,
     Draft,
     MemoryCount,
+    cache_positions,
     checked_context,
-    kv_bytes_per_position,
 )
 from infer.models import open_model
 from infer.models.blocks.decoder import Decoder
@@ -181,11 +181,17 @@ def load(
             of = files.name, files.tokenizer
             files = replace(files, draft=open_draft(drafted, converted, draft_quantize, *of))
         usual = _SOFTWARE_BATCH if gpu.kind == "software" else _BATCH
-        per_position = kv_bytes_per_position(files.model, kv_dtype)
-        if files.draft is not None:
-            per_position += kv_bytes_per_position(files.draft.model, kv_dtype)
         more = dict(engine or {})
-        positions = more.get("cache_positions") or _positions(cache_memory, per_position)
+        positions = more.get("cache_positions")
+        if positions is None and cache_memory is not None:
+            counted = EngineOptions(
+                context=files.model.config.max_position_embeddings,
+                max_batch=usual if max_batch is None else max_batch,
+                kv_dtype=kv_dtype,
+                prefill_chunk=more.get("prefill_chunk", EngineOptions.prefill_chunk),
+            )
+            drafting = None if files.draft is None else files.draft.model
+            positions = cache_positions(_bytes(cache_memory), files.model, drafting, counted)
         of_model = files.model, files.name, context, gpu, files.draft
         asked = {
             "context": checked_context(*of_model, most=positions),
@@ -258,18 +264,15 @@ def check_draft_quantize(quantize: str | None, draft: str | Path | None) -> None
 _BATCH, _SOFTWARE_BATCH = 8, 4  # answers at once, where nobody says how many
 
 
-def _positions(cache_memory: int | str | None, nbytes: int) -> int | None:
-    """Returns how many positions of nbytes each a KV cache of so much memory holds; None for None.
-    Raises RequestError for a value that is no amount of memory."""
-    if cache_memory is None:
-        return None
+def _bytes(cache_memory: int | str) -> int:
+    """Returns an amount of memory in bytes. Raises RequestError for a value that is none."""
     held = parse_size(cache_memory) if isinstance(cache_memory, str) else cache_memory
     if type(held) is not int or held < 1:
         raise RequestError(
             "`cache_memory` is a number of bytes, or a text such as 1GiB, not "
             f"{shown(cache_memory)}."
         )
-    return max(1, held // nbytes)
+    return held
 
 
 _ENGINE_NAMES = {option.name for option in fields(EngineOptions)} - set(LOAD_NAMES)

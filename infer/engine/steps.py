@@ -51,6 +51,9 @@ class Steps:
     step buffer, the logits and the activations. If adapters have names, each kind of step exists
     twice: without adapters, and by row, where each row has its own adapter or none.
 
+    cache: keys and values of layers; windows: of those with a window, where these have pages of
+    their own.
+
     rows: kinds of step of one sequence, and the most rows of each, the largest first. Each of them
     has a twin, prefixed HIDDEN, that gives the hidden states of all rows. SCORED has scored_rows.
     batches: row counts of the kinds of step whose rows each name their sequence, the smallest

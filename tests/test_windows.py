@@ -1,0 +1,183 @@
+"""Layers with a window keep their window alone, and answers are those of layers that keep all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import answer, build_engine, scores
+from reference_models import load
+
+import infer
+from infer.engine.engine import Engine
+from infer.kernels.gpu.device import Device
+from infer.sampling import SamplingParams
+
+Make = Callable[..., Engine]
+OPTIONS: dict[str, Any] = {"context": 1500, "prefill_chunk": 64, "invariant": True}
+CASES = "gemma3_text", "mistral_sliding", "gpt_oss", "gemma4"
+
+
+@pytest.fixture(scope="module")
+def made(own_device: Device, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Makes an engine that nothing has used, of a case with positions for its context."""
+
+    def make(case: str, window: int = 100, apart: bool = True, **options: Any) -> Engine:
+        """apart: layers with a window have pages of their own, as engines do by themselves."""
+        folder = load(case).write_checkpoint(tmp_path_factory.mktemp(case) / case)
+        config = json.loads((folder / "config.json").read_text())
+        for own in (config, config.get("text_config", {})):
+            if "sliding_window" in own:
+                own |= {"max_position_embeddings": 2048, "sliding_window": window}
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.MonkeyPatch.context() as patch:
+            if not apart:
+                patch.setattr(infer.engine.steps, "window_pages", lambda *_: 0)
+            engine = build_engine(own_device, folder, **OPTIONS | options)
+        assert (engine.steps.windows is not None) == apart
+        return engine
+
+    return make
+
+
+def text(engine: Engine, seed: int, length: int) -> list[int]:
+    rng = np.random.default_rng(seed)
+    return [int(token) for token in rng.integers(0, engine.vocab_size, length)]
+
+
+PARAMS = SamplingParams(max_tokens=90, ignore_eos=True).resolved({})
+
+
+def together(engine: Engine, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
+    """Answers of so many tokens, at once, then cancelled."""
+    running = [iter(engine.generate(prompt, PARAMS)) for prompt in prompts]
+    found: list[list[int]] = [[] for _ in prompts]
+    for turn in range(max(counts)):
+        for own, steps, count in zip(found, running, counts, strict=True):
+            if turn < count:
+                own.append(next(steps).token)
+    for steps in running:
+        steps.close()
+    return found
+
+
+def reused(engine: Engine, prompt: list[int], count: int = 4) -> int:
+    """How many tokens of a prompt were in the cache."""
+    of = engine.generate(prompt, replace(PARAMS, max_tokens=count))
+    list(of)
+    return of.timings.reused_tokens
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_sequence(made: Make, case: str) -> None:
+    engine, whole = made(case), made(case, apart=False)
+    prompt = text(engine, 1, 700)
+    np.testing.assert_array_equal(scores(engine, prompt), scores(whole, prompt))
+    found, expected = (answer(each, prompt, 300, ignore_eos=True) for each in (engine, whole))
+    assert found.token_ids == expected.token_ids
+    np.testing.assert_array_equal(found.logits, expected.logits)
+
+
+LOADS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "grows": {"max_batch": 4, "first_positions": 64},
+    "drafts": {"max_batch": 4, "speculate": "lookup"},
+    "q8": {"kv_dtype": "q8"},
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_load(made: Make, case: str, load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversations that grow, begin alike, are cancelled, cut short and edited, while there is
+    room for hardly any window but those in use."""
+    monkeypatch.setattr(infer.engine.windows, "_LEAST_KEPT", 0)
+    options = LOADS[load]
+    engine = made(case, **options)
+    expected = made(case, apart=False, **options)
+    rng = np.random.default_rng(len(case) + len(load))
+    most = engine.context - 40
+    talks = [text(engine, 7, 150)]
+    for turn in range(12):
+        prompts: list[list[int]] = []
+        for _ in range(engine.slots):
+            talk = list(talks[rng.integers(len(talks))])
+            if rng.random() < 0.4:  # an earlier message is edited
+                del talk[rng.integers(len(talk)) :]
+            talk += text(engine, int(rng.integers(1 << 30)), int(rng.choice([1, 30, 200])))
+            prompts.append(talk[:most])
+        counts = [int(rng.choice([1, 8, 20])) for _ in prompts]
+        found = together(engine, prompts, counts)
+        if turn % 4 == 0:
+            expected.forget()
+        assert found == together(expected, prompts, counts)
+        talks += [[*prompt, *own] for prompt, own in zip(prompts, found, strict=True)]
+        talks = talks[-6:]
+    engine.settle()
+    stats, windows = engine.stats(), engine.pool.windows
+    assert windows is not None
+    assert stats.cache.in_use == len(windows._count) == 0
+    assert (stats.drafts > 0) == (load == "drafts")
+    assert windows.touched <= windows.pages < engine.options.pages
+    assert engine._pages == (engine.steps.cache.n_pages, engine.steps.windows.n_pages)
+
+
+def test_too_few_pages(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers that have to give theirs back, and are computed anew, are the same."""
+    monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 1)
+    options = {"context": 600, "window": 40, "max_batch": 4}
+    engine = made("gemma3_text", cache_positions=28 * 64, **options)
+    prompts = [text(engine, i, 440 + i) for i in range(4)]
+    found = together(engine, prompts, [90] * 4)
+    assert engine.stats().preemptions > 0
+    assert found == together(made("gemma3_text", apart=False, **options), prompts, [90] * 4)
+
+
+def test_what_is_found_again(made: Make) -> None:
+    """As much as where all layers keep everything, but for what is cut to where a window is."""
+    engine = made("gemma3_text")
+    prompt = text(engine, 3, 900)
+    assert reused(engine, prompt) == 0
+    assert reused(engine, prompt) == 899
+    assert reused(engine, [*prompt, *text(engine, 4, 300)]) == 900
+    assert reused(engine, prompt) == 899  # the window before the answer
+    assert reused(engine, [*prompt[:-20], *text(engine, 5, 300)]) == 880
+    edited = [*prompt[:700], *text(engine, 6, 200)]
+    found = reused(engine, edited)
+    assert found in (0, *range(64, 701, 64), 700)
+    assert reused(engine, edited) == 899
+
+
+def test_prompts_of_one_step(made: Make) -> None:
+    """That begin alike, and share pages in the step that computes them."""
+    engine, whole = (
+        made("gemma3_text", apart=apart, max_batch=4, invariant=False, prefill_chunk=256)
+        for apart in (True, False)
+    )
+    assert engine.steps.prompts > 1
+    begin = text(engine, 1, 90)
+    prompts = [[*begin, *text(engine, i, 10 + i)] for i in range(4)]
+    params = replace(PARAMS, max_tokens=2)
+
+    def logits(engine: Engine) -> np.ndarray[Any, Any]:
+        running = [engine.generate(prompt, params, with_logits=True) for prompt in prompts]
+        return np.stack([next(iter(each)).logits for each in running])
+
+    for _ in range(2):
+        np.testing.assert_allclose(logits(engine), logits(whole), rtol=1e-4, atol=1e-5)
+
+
+def test_steps_by_hand(made: Make) -> None:
+    """Sequence 0 has pages for its context."""
+    engine = made("gemma3_text")
+    with engine.alone():
+        pages, windows = engine.resident.pages[0], engine.resident.windows[0]
+        assert pages == list(range(24))
+        assert len(windows) == 24
+        count = engine.steps.windows.n_pages
+        assert max(windows) < count
+        assert all(len({*windows[i : i + 4]}) == 4 for i in range(20))
