@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from functools import partial
 from infer.engine.draft import Loaded, check_draft
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
-from infer.engine.windows import window_pages
+from infer.engine.windows import window_of, window_pages
 from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, memory_info
 from infer.kernels.gpu.device import Device, DryDevice, Limits
@@ -65,16 +66,23 @@ def cache_positions(
     """Returns how many positions, of all answers together, a KV cache of so many bytes holds, at
     least 1. options: with any `cache_positions`."""
     dtype = options.kv_dtype
-    each = kv_bytes_per_position(model, dtype)
-    each += 0 if draft is None else kv_bytes_per_position(draft, dtype)
-    positions = max(1, nbytes // each)
-    whole = replace(options, context=min(options.context, positions), cache_positions=positions)
-    if not (of_windows := window_bytes(model, whole)):
-        return positions
-    each -= kv_bytes_per_position(model, dtype, windows=True)
-    if each:
-        return max(positions, (nbytes - of_windows) // each)
-    return max(positions, options.max_batch * model.config.max_position_embeddings)
+    others = 0 if draft is None else kv_bytes_per_position(draft, dtype)
+    shared = max(1, nbytes // (kv_bytes_per_position(model, dtype) + others))
+    if not window_of(model.config):
+        return shared
+
+    def needed(pages: int) -> int:
+        """Bytes of a cache of so many pages."""
+        positions = pages * PAGE
+        own = replace(options, context=min(options.context, positions), cache_positions=positions)
+        of_windows = window_bytes(model, own)
+        each = kv_bytes_per_position(model, dtype, windows=False if of_windows else None)
+        return of_windows + (each + others) * positions
+
+    each = kv_bytes_per_position(model, dtype, windows=False) + others
+    # Where all layers have a window, no more positions are of use.
+    most = nbytes // each if each else options.max_batch * model.config.max_position_embeddings
+    return max(shared, PAGE * bisect_right(range(1, most // PAGE + 1), nbytes, key=needed))
 
 
 @dataclass(frozen=True)

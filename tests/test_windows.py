@@ -14,7 +14,13 @@ from reference_models import load
 
 import infer
 from infer.engine.engine import Engine
-from infer.kernels.gpu.device import Device
+from infer.engine.options import EngineOptions
+from infer.kernels.gpu.device import Device, DryDevice, Limits
+from infer.kernels.state.kv_cache import PAGE
+from infer.memory import MemoryCount, cache_positions, kv_bytes_per_position, window_bytes
+from infer.models import build_model
+from infer.models.loading.plan import plan_random
+from infer.models.loading.shapes import shape_config
 from infer.sampling import SamplingParams
 
 Make = Callable[..., Engine]
@@ -37,6 +43,8 @@ def made(own_device: Device, tmp_path_factory: pytest.TempPathFactory) -> Make:
         with pytest.MonkeyPatch.context() as patch:
             if not apart:
                 patch.setattr(infer.engine.steps, "window_pages", lambda *_: 0)
+            if options.get("speculate") == "draft":
+                options["draft"] = folder
             engine = build_engine(own_device, folder, **OPTIONS | options)
         assert (engine.steps.windows is not None) == apart
         return engine
@@ -49,7 +57,7 @@ def text(engine: Engine, seed: int, length: int) -> list[int]:
     return [int(token) for token in rng.integers(0, engine.vocab_size, length)]
 
 
-PARAMS = SamplingParams(max_tokens=90, ignore_eos=True).resolved({})
+PARAMS = SamplingParams(max_tokens=180, ignore_eos=True).resolved({})
 
 
 def together(engine: Engine, prompts: list[list[int]], counts: list[int]) -> list[list[int]]:
@@ -86,6 +94,7 @@ LOADS: dict[str, dict[str, Any]] = {
     "alone": {},
     "grows": {"max_batch": 4, "first_positions": 64},
     "drafts": {"max_batch": 4, "speculate": "lookup"},
+    "draft model": {"max_batch": 4, "speculate": "draft"},
     "q8": {"kv_dtype": "q8"},
 }
 
@@ -121,7 +130,7 @@ def test_a_load(made: Make, case: str, load: str, monkeypatch: pytest.MonkeyPatc
     stats, windows = engine.stats(), engine.pool.windows
     assert windows is not None
     assert stats.cache.in_use == len(windows._count) == 0
-    assert (stats.drafts > 0) == (load == "drafts")
+    assert (stats.drafts > 0) == (options.get("speculate") is not None)
     assert windows.touched <= windows.pages < engine.options.pages
     assert engine._pages == (engine.steps.cache.n_pages, engine.steps.windows.n_pages)
 
@@ -131,10 +140,10 @@ def test_too_few_pages(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 1)
     options = {"context": 600, "window": 40, "max_batch": 4}
     engine = made("gemma3_text", cache_positions=28 * 64, **options)
-    prompts = [text(engine, i, 440 + i) for i in range(4)]
-    found = together(engine, prompts, [90] * 4)
+    prompts = [text(engine, i, 300 + i) for i in range(4)]
+    found = together(engine, prompts, [180] * 4)
     assert engine.stats().preemptions > 0
-    assert found == together(made("gemma3_text", apart=False, **options), prompts, [90] * 4)
+    assert found == together(made("gemma3_text", apart=False, **options), prompts, [180] * 4)
 
 
 def test_what_is_found_again(made: Make) -> None:
@@ -150,6 +159,64 @@ def test_what_is_found_again(made: Make) -> None:
     found = reused(engine, edited)
     assert found in (0, *range(64, 701, 64), 700)
     assert reused(engine, edited) == 899
+
+
+def test_memory_is_counted() -> None:
+    """As engines allocate it, at first and when all pages have been used."""
+    config = shape_config("gpt-oss-20b")
+    model = build_model(config)
+    limits = Limits(max_binding=1 << 32, max_buffer=1 << 32)
+    count = MemoryCount(model, plan_random(model.weights(), "bf16"), limits)
+    options = EngineOptions(context=131072, max_batch=8)
+    need = count.needed(options)
+    assert need.total == count.needed(replace(options, first_positions=1)).total
+    position = 2 * 2 * 8 * 64  # bytes of keys and values of a layer
+    windows = window_bytes(model, options)
+    assert need.kv_cache == windows + 12 * position * options.pages * PAGE
+    assert windows % (12 * position * PAGE) == 0
+    assert 8 * 128 < windows // (12 * position) < 131072 / 8
+    assert kv_bytes_per_position(model, "f16") == 24 * position
+    device = DryDevice(limits, None)
+    weights = {weight.name: weight.allocate(device) for weight in count.plan.weights}
+    before = device.allocated
+    engine = Engine(device, model, weights, options)
+    assert engine.steps.windows is not None
+    start = device.allocated
+    engine._grow(options.pages, engine.steps.window_pages)
+    assert device.allocated - before + count._weight_bytes <= need.total
+    sizes = [
+        b.nbytes for cache in (engine.steps.cache, engine.steps.windows) for b in cache.buffers
+    ]
+    tables = 2 * 4 * 8 * 131072 // PAGE
+    assert sum(sizes) - tables == need.kv_cache
+    assert device.allocated > start
+
+
+@pytest.mark.parametrize(("shape", "layers"), [("gpt-oss-20b", 12), ("gemma-3-4b", 5)])
+def test_a_cache_of_so_much_memory(shape: str, layers: int) -> None:
+    """It holds no more than that, and as much as windows leave room for."""
+    model = build_model(shape_config(shape))
+    options = EngineOptions(context=131072, max_batch=4)
+    each = kv_bytes_per_position(model, "f16")
+    for nbytes in (100, 1 << 20, 1 << 28, 1 << 30, 5 << 30, 40 << 30):
+        positions = cache_positions(nbytes, model, None, options)
+        own = replace(options, context=min(positions, 131072), cache_positions=positions)
+        windows = window_bytes(model, own)
+        wide = kv_bytes_per_position(model, "f16", windows=False if windows else None)
+        assert (positions * wide + windows <= nbytes) or positions == 1
+        assert positions >= max(1, nbytes // each)
+        if nbytes > 1 << 30:
+            assert windows
+            assert positions > 1.5 * nbytes / each
+
+
+def test_memory_for_windows_alone() -> None:
+    """Where all layers have a window, a cache holds all that answers can have."""
+    model = build_model(shape_config("gpt-oss-20b"))
+    model = type(model)(replace(model.config, windows=(128,) * 24))
+    options = EngineOptions(context=4096, max_batch=4)
+    assert cache_positions(1 << 30, model, None, options) == 4 * 131072
+    assert cache_positions(1 << 20, model, None, options) == (1 << 20) // (24 * 2048)
 
 
 def test_prompts_of_one_step(made: Make) -> None:

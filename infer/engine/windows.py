@@ -36,19 +36,18 @@ def pages_in_use(window: int, sequences: int, rows: int, page: int = PAGE) -> in
     return sequences * (-(-window // page) + 3) + -(-rows // page) + 1
 
 
-def most_pages(window: int, max_batch: int, prefill_chunk: int) -> int:
-    """Returns how many pages the layers with that window have at most: for all sequences in use,
-    and for as many windows of cached prefixes."""
-    used = pages_in_use(window, max_batch, max(16, prefill_chunk))
-    return used + max(max_batch, _LEAST_KEPT) * (-(-window // PAGE) + 1)
-
-
 def window_pages(config: DecoderConfig, options: EngineOptions) -> int:
     """Returns how many pages the layers with a window have at most; 0 where all layers share one
-    pool, because none has a window or because its pages would be no fewer than all others."""
-    window = window_of(config)
-    pages = most_pages(window, options.max_batch, options.prefill_chunk)
-    return pages if window and pages < options.pages else 0
+    pool, because none has a window or because its pages would be no fewer than all others.
+
+    They are those in use, and some for windows of cached prefixes: as many as there are answers at
+    once, and for a narrow window more, a page for each 32 of the other layers."""
+    if not (window := window_of(config)):
+        return 0
+    used = pages_in_use(window, options.max_batch, max(16, options.prefill_chunk))
+    kept = max(options.max_batch, _LEAST_KEPT) * (-(-window // PAGE) + 1)
+    pages = used + max(kept, options.pages // 32)
+    return pages if pages < options.pages else 0
 
 
 class Holder(Protocol):
