@@ -559,6 +559,32 @@ def test_what_lacks_its_window_is_computed_again_and_found_then() -> None:
         assert sequence.reused == reused
 
 
+def test_a_long_prompt_leaves_the_windows_of_others() -> None:
+    """But for those in the middle of prompts and answers, which go first."""
+    world = World(400, slots=1, context=400, chunk=16, window=9, kept=12)
+    talks = [[i, 1, 2] * 8 for i in range(2)]
+    for talk in talks:
+        sequence = world.add(Sequence(talk, limit=6))
+        world.finish()
+        talk[:] = sequence.tokens
+    world.add(Sequence([2] * 300, limit=90))
+    world.finish()
+    for talk in talks:
+        again = world.add(Sequence([*talk, 0], limit=1))
+        world.finish()
+        assert again.reused == len(talk) - 1
+
+
+def test_where_prompts_part_a_window_stays() -> None:
+    """Though none was there, so that the second had to compute it again."""
+    world = World(400, slots=1, context=400, chunk=16, window=9, kept=12)
+    begin = [1, 2, 0] * 20
+    for i, reused in enumerate((0, 0, 60, 60)):
+        sequence = world.add(Sequence([*begin, 10 + i, *[1, 0] * 60], limit=1))
+        world.finish()
+        assert sequence.reused == reused
+
+
 def test_a_window_page_that_is_being_written_is_not_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -44,8 +44,8 @@ class Sequence:
 
     Where layers with a window have pages of their own: window_pages are beside `pages`, as many or,
     while it is prefilled, fewer; those before first_window are not its own any more, or never were.
-    window_copy: of one such page to another, that comes with the copy of its first step. matched:
-    positions that were cached when it was last admitted.
+    window_copy: of one such page to another, that comes with the copy of its first step. parted:
+    how many first positions it had in common with others when it was last admitted.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Sequence:
         self.ahead, self.shares, self.chunk = ahead, shares, chunk
         self.pages: list[int] = []
         self.window_pages: list[int] = []
-        self.first_window = self.matched = 0
+        self.first_window = self.parted = 0
         self.window_copy: tuple[int, int] | None = None
         self.slot: int | None = None
         self.computed = self.settled = self.in_flight = self.reused = 0
@@ -480,7 +480,7 @@ class Scheduler:
         """Those of a match that it begins with, and one that another is copied to."""
         sequence.window_pages, sequence.window_copy = [], None
         sequence.first_window = len(match.pages) - len(match.windows)
-        sequence.matched = match.length
+        sequence.parted = match.cached
         if (windows := self.pool.windows) is None:
             return
         sequence.window_pages = [0] * sequence.first_window + [*match.windows]
@@ -501,15 +501,13 @@ class Scheduler:
 
     def _take_windows(self, sequence: Sequence, end: int) -> None:
         """Take the pages before number `end` from it. What others may go on from stays longest: the
-        windows before where it begins to differ, before its answer and at its end."""
+        windows before where it parted from them, before its answer and at its end."""
         if (windows := self.pool.windows) is None or end <= sequence.first_window:
             return
-        size, prompt = self.pool.page_size, sequence.prompt_tokens
-        ends = sequence.computed - windows.window
+        size, window = self.pool.page_size, windows.window
+        places = sequence.parted, sequence.prompt_tokens, sequence.computed
         for i in range(end - 1, sequence.first_window - 1, -1):
-            begins, after = i * size, i * size + size
-            before_answer = prompt - windows.window < after and begins < prompt
-            is_kept = begins < sequence.matched or before_answer or after > ends
+            is_kept = any(place - window < i * size + size and i * size < place for place in places)
             windows.release(sequence.window_pages[i : i + 1], passed=not is_kept)
         sequence.first_window = end
 

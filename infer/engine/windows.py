@@ -41,12 +41,12 @@ def window_pages(config: DecoderConfig, options: EngineOptions) -> int:
     pool, because none has a window or because its pages would be no fewer than all others.
 
     They are those in use, and some for windows of cached prefixes: as many as there are answers at
-    once, and for a narrow window more, a page for each 32 of the other layers."""
+    once, or more where the context is long: a page for each 16 of the other layers."""
     if not (window := window_of(config)):
         return 0
     used = pages_in_use(window, options.max_batch, max(16, options.prefill_chunk))
     kept = max(options.max_batch, _LEAST_KEPT) * (-(-window // PAGE) + 1)
-    pages = used + max(kept, options.pages // 32)
+    pages = used + max(kept, options.pages // 16)
     return pages if pages < options.pages else 0
 
 
