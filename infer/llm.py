@@ -428,6 +428,7 @@ class LLM(Uncopied):
         continue_final_message: bool | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
         timeout: float | None = None,
         tools: Sequence[Tool] | None = None,
         tool_choice: ToolChoice = "auto",
@@ -448,6 +449,9 @@ class LLM(Uncopied):
         adapter: the name of one of `adapters`.
         cache_salt: a text. What the cache keeps of prompt and answer is reused only by calls with
             the same one, so that nobody else can tell by the time taken what was asked.
+        priority: an integer. Where answers wait for each other, those with a lower one begin first,
+            and are the last to give their memory back. Each step of it overtakes 64 earlier calls
+            at most, so that nobody waits for ever.
         timeout: seconds from its beginning, those in which it waits for others included, after
             which the answer ends with what there is, and the finish reason "timeout". It is looked
             at between steps.
@@ -469,6 +473,7 @@ class LLM(Uncopied):
         self._engine.check_adapter(adapter)
         _check_processor(logits_processor)
         _check_salt(cache_salt)
+        _check_priority(priority)
         _check_timeout(timeout)
         params = _params(params, sampling)
         _check_template_args(template_args)
@@ -512,6 +517,7 @@ class LLM(Uncopied):
             constraint=constraint,
             adapter=adapter,
             cache_salt=cache_salt,
+            priority=priority,
         )
 
         def begin() -> TokenAnswer:
@@ -1261,6 +1267,13 @@ def _check_salt(cache_salt: object) -> None:
         raise RequestError(f"cache_salt must be a text, not {shown(cache_salt)}.")
 
 
+def _check_priority(priority: object) -> None:
+    if type(priority) is not int or not -(2**31) <= priority < 2**31:
+        raise RequestError(
+            f"`priority` must be an integer of 32 bits, the lowest first, not {shown(priority)}."
+        )
+
+
 def _check_timeout(timeout: object) -> None:
     is_number = isinstance(timeout, Real) and not isinstance(timeout, bool | np.bool_)
     if not (timeout is None or (is_number and 0 < float(timeout) < math.inf)):  # type: ignore[arg-type]
@@ -1285,6 +1298,7 @@ def check_options(
     continue_final_message: bool | None = None,
     adapter: str | None = None,
     cache_salt: str | None = None,
+    priority: int = 0,
     timeout: float | None = None,
     tools: Sequence[Tool] | None = None,
     tool_choice: ToolChoice = "auto",
@@ -1296,6 +1310,7 @@ def check_options(
     check_tools(tools, tool_choice, parallel_tool_calls)
     _check_processor(logits_processor)
     _check_salt(cache_salt)
+    _check_priority(priority)
     _check_timeout(timeout)
     _check_template_args(template_args)
     _params(params, sampling)

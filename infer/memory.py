@@ -28,6 +28,10 @@ from infer.models.loading.plan import LoadPlan
 DEFAULT_CONTEXT = 8192  # where a longer one would be slow, and for benchmarks
 _LARGE_CONTEXT = 131072
 _LEAST_CONTEXT = 512  # below this the default does not go to make a model fit
+_STATE_PART = 4  # of what memory is left, the part that saved states may take,
+_STATE_BYTES = 4 << 30  # but no more than this,
+_UNKNOWN_STATE_BYTES = 1 << 30  # and this where nobody knows what is left
+_STATE_PLACES = 256  # more are looked through in vain
 
 
 @dataclass(frozen=True)
@@ -220,12 +224,15 @@ class MemoryCount:
             self._device.buffer(buffer_bytes(quantized, limits))
         self._without_engine = self._device.allocated
         self._needed: dict[EngineOptions, MemoryNeed] = {}
+        self._state_bytes = 0  # of the states of one sequence
 
     def needed(self, options: EngineOptions) -> MemoryNeed:
         """Returns the bytes that loading with these options would allocate."""
         if options not in self._needed:
             self._device.allocated = self._without_engine
-            Engine(self._device, self.model, self._weights, options, self._beside, self._draft)
+            of = self.model, self._weights, options, self._beside, self._draft
+            engine = Engine(self._device, *of)
+            self._state_bytes = 0 if engine.saved is None else engine.saved.nbytes
             other = self._device.allocated - self._weight_bytes
             other -= self._kv_bytes(options, first=True)
             other += self._rope_bytes(options)
@@ -256,9 +263,19 @@ class MemoryCount:
             if rope is not None
         )
 
+    def _with_state_places(self, options: EngineOptions, left: int | None) -> EngineOptions:
+        """The options with the places for states that the memory left has room for, in bytes; None:
+        nobody knows. There are at least two for each sequence."""
+        if not self._state_bytes or options.state_places is not None:
+            return options
+        spare = _UNKNOWN_STATE_BYTES if left is None else min(_STATE_BYTES, left // _STATE_PART)
+        places = min(_STATE_PLACES, spare // self._state_bytes)
+        return replace(options, state_places=max(options.most_state_places, places))
+
     def fitting(self, options: EngineOptions, *, may_shrink: Sequence[str] = ()) -> EngineOptions:
         """The options, with a smaller "max_batch" or "context" if that is needed and allowed: first
-        the context goes down to 8,192.
+        the context goes down to 8,192. Where layers have states, as many are saved as a part of the
+        memory that is left has room for.
 
         Raises OutOfMemoryError with the bytes needed, before anything is allocated or read.
         """
@@ -280,7 +297,8 @@ class MemoryCount:
                 with suppress(OutOfMemoryError) if fewer else nullcontext():
                     need = self.needed(options)
                     if free is None or need.total <= free:
-                        return options
+                        left = None if free is None else free - need.total
+                        return self._with_state_places(options, left)
             shorter = "context" in may_shrink and options.context // 2 >= _LEAST_CONTEXT
             if shorter and (options.context > DEFAULT_CONTEXT or not fewer):
                 options = replace(options, context=options.context // 2)

@@ -120,6 +120,7 @@ HELD: list[dict[str, Any]] = [
     {"schema": {"type": "array", "items": {"type": "integer"}, "minItems": 4}},
     {"regex": "([a-z]{3,7} ){5}", "n": 2, "seed": 7, "temperature": 1.0, "logprobs": 2},
     {"grammar": 'start: "so" (" he" | " she")+ "."', "presence_penalty": 1.0, "cache_salt": "a"},
+    {"priority": -1},
     {"tools": [TOOL], "tool_choice": "required"},
 ]
 

@@ -14,8 +14,8 @@ import pytest
 from marks import others_full
 from test_pages import check, check_windows
 
-from infer.engine import scheduler
-from infer.engine.pages import PagePool
+from infer.engine import scheduler, snapshots
+from infer.engine.pages import PagePool, _Node
 from infer.engine.scheduler import Decode, Prefill, Scheduler, Sequence
 from infer.engine.windows import WindowPages, pages_in_use
 from infer.kernels.errors import RequestError
@@ -86,7 +86,7 @@ class Gpu:
     def lose(self) -> None:
         """Everything."""
         self.pages = [[0] * SIZE for _ in range(self.pool.pages)]
-        self.states, self.snapshots = [0] * self.slots, [0] * self.pool.snapshots
+        self.states, self.snapshots = [0] * self.slots, [0] * self.pool.snapshots.places
         self.windows = [
             [0] * SIZE for _ in range(self.pool.windows.pages if self.pool.windows else 0)
         ]
@@ -112,7 +112,7 @@ class Gpu:
             assert self.pool._count[page] == 1 + readers, "a page that others read is written"
             self.pages[page][i % SIZE] = values[i]
         assert sequence.slot is not None
-        if self.pool.snapshots:
+        if self.pool.snapshots.places:
             at = position - behind
             before = values[at - 1] if at else self.states[sequence.slot]
             assert self.states[sequence.slot] == before, "the state of another sequence"
@@ -267,6 +267,7 @@ class World:
         holders, prefilling = self.holders(), bool(scheduler.prefilling)
         preemptions = scheduler.preemptions
         step = scheduler.next(most_rows)
+        self.save()
         if step is None:
             return False
         self.seen["preempted"] += scheduler.preemptions - preemptions
@@ -306,12 +307,13 @@ class World:
         sequences = [chunk.sequence for chunk in step]
         assert len(set(sequences)) == len(sequences)
         assert len({s.group for s in sequences}) == 1
-        assert sequences == sorted(sequences, key=lambda s: s.rank)
         assert all(chunk.last for chunk in step[:-1])
         assert all(s.limit > 0 for s in sequences[1:])
         rows, most = sum(chunk.count for chunk in step), min(self.scheduler.chunk, most_rows)
         assert rows <= most
-        assert step[-1].last or step[-1].save is not None or rows == most, "room is left"
+        end = step[-1].start + step[-1].count
+        cut = step[-1].save is not None or end in sequences[-1].saves
+        assert step[-1].last or cut or rows == most, "room is left"
         self.seen["packed"] += len(step) - 1
 
     def check_chunk(self, step: Prefill) -> None:
@@ -328,7 +330,11 @@ class World:
             self.seen["sequences"] += 1
             self.seen["reused"] += s.reused > 0
             assert s.reused == step.start < s.prompt_tokens
-            assert all(s.rank < other.rank for other in scheduler.waiting), "out of order"
+            before = [o for o in scheduler.waiting if o.rank < s.rank]
+            long = [o for o in scheduler.prefilling if o is not s and o.rank < s.rank]
+            assert not before or (long and s.rest <= self.scheduler.chunk), "out of order"
+            assert all(s.priority <= o.priority for o in long), "out of order"
+            self.seen["passed"] += bool(long)
             self.begun.append(s)
         self.seen["copy"] += step.copy is not None
         self.seen["restore"] += step.restore is not None
@@ -371,21 +377,21 @@ class World:
                     break
                 assert token != DEAD
                 if s.limit == 0:  # nothing is sampled
-                    assert self.scheduler.cancel(s, at_once=True) is None
+                    self.scheduler.cancel(s, at_once=True)
+                    assert not self.scheduler.to_save
                     continue
-                slot = s.slot
-                place = self.scheduler.read(s, token, token == STOP)
-                self.save(slot, place)
+                self.scheduler.read(s, token, token == STOP)
+                self.save()
 
-    def save(self, slot: int | None, place: int | None) -> None:
-        if place is not None:
-            assert slot is not None
+    def save(self) -> None:
+        for slot, place in self.scheduler.to_save:
             self.gpu.snapshots[place] = self.gpu.states[slot]
             self.seen["saved end"] += 1
+        self.scheduler.to_save.clear()
 
     def cancel(self, sequence: Sequence, at_once: bool = False) -> None:
-        slot = sequence.slot
-        self.save(slot, self.scheduler.cancel(sequence, at_once=at_once))
+        self.scheduler.cancel(sequence, at_once=at_once)
+        self.save()
         self.cut.add(sequence)
 
     def reset(self) -> None:
@@ -409,10 +415,11 @@ class World:
                 values = chain(key, tokens)[(len(tokens) - 1) // SIZE * SIZE :]
                 assert self.gpu.windows[window][: len(values)] == values
             self.seen["passed"] += len(self.pool.windows._passed)
-        for slot, (node, offset) in self.pool._saved.items():
-            tokens = cached[node.page][1]
-            end = (len(tokens) - 1) // SIZE * SIZE + offset
-            assert self.gpu.snapshots[slot] == chain(node.key, tokens[:end])[-1]
+        for snapshot in self.pool.snapshots:
+            node = snapshot.page
+            assert isinstance(node, _Node)
+            tokens = cached[node.page][1][: snapshot.position]
+            assert self.gpu.snapshots[snapshot.place] == chain(node.key, tokens)[-1]
         assert all(not s.pages and s.slot is None for s in self.sequences if s not in holders)
         slots = [s.slot for s in holders]
         assert sorted([*slots, *scheduler._slots], key=str) == list(range(self.gpu.slots))
@@ -479,7 +486,7 @@ def at_random(
                 prompt(rng, texts, 30),
                 limit=rng.choice([0, 1, 10, 1000]),
                 key=rng.choice([None, "adapter"]),
-                priority=rng.choice([0, 0, 1]),
+                priority=rng.choice([0, 0, -1]),
                 group=rng.randrange(groups),
                 ahead=rng.choice([1, 1000]),
                 shares=rng.random() < 0.8,
@@ -629,7 +636,7 @@ def test_a_load_of_prompts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         if len(world.scheduler.waiting) < 3:
             for _ in range(rng.randrange(10)):
                 group, limit = rng.randrange(20) // 19, rng.choice([0, 1, 4, 4, 12, 40])
-                priority = rng.choice([0, 0, 1])
+                priority = rng.choice([0, 0, -1])
                 own = prompt(rng, texts, 40)
                 world.add(Sequence(own, limit=limit, group=group, priority=priority))
                 texts = [*texts[-20:], answer(world.sequences[-1])]
@@ -654,6 +661,7 @@ def test_all_of_it_was_seen() -> None:
     if SEEN["sequences"] > 4000:
         assert min(SEEN[what] for what in ("copy", "restore", "save", "preempted", "reused")) > 15
         assert SEEN["packed"] > 500
+        assert SEEN["passed"] > 100
         assert 500 < SEEN["behind"] < SEEN["accepted"] < SEEN["drafted"]
 
 
@@ -672,10 +680,58 @@ def test_first_come_first_served() -> None:
 def test_priority_overtakes_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "AGEING", 3)
     world = World(40, slots=1)
-    for priority in (0, 0, 1, 1, 1, 1, 2):
+    for priority in (0, 0, -1, -1, -1, -1, -2):
         world.add(Sequence([1], limit=1, priority=priority))
     world.finish()
     assert begun(world) == [2, 0, 3, 6, 1, 4, 5]
+
+
+def test_a_short_prompt_goes_before_the_rest_of_a_long_one() -> None:
+    """But not of one with a lower priority, nor for ever."""
+    world = World(60, chunk=4, slots=8)
+    long = world.add(Sequence([1] * 30, limit=1))
+    steps(world, 1)
+    urgent = world.add(Sequence([2] * 9, limit=1, priority=-1))
+    steps(world, 1)
+    late = world.add(Sequence([0] * 3, limit=1))
+    last = world.add(Sequence([0, 1, 2], limit=1, priority=1))
+    ended = list[Sequence]()
+    while world.submit() or world.pending:
+        if world.pending:
+            world.read()
+        ended += [s for s in world.sequences if s.state == "ended" and s not in ended]
+    assert [world.sequences[i] for i in begun(world)] == [long, urgent, late, last]
+    assert ended == [urgent, late, long, last]
+
+
+def test_a_long_prompt_is_not_passed_for_ever() -> None:
+    world = World(200, chunk=4, slots=8)
+    long = world.add(Sequence([1] * 20, limit=1))
+    steps(world, 1)
+    order = []
+    for i in range(24):
+        world.add(Sequence([2, i % 3, 0], limit=1))
+        before = long.computed
+        assert world.submit()
+        order.append(long.computed > before)
+        while world.pending:
+            world.read()
+    assert order[:10] == [False] * 4 + [True] + [False] * 4 + [True]
+    world.finish()
+
+
+def test_who_shares_the_rest_of_a_long_prompt_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "COPIED", 0)
+    world = World(60, chunk=4, slots=8)
+    long = world.add(Sequence([1, 2] * 8, limit=1))
+    steps(world, 1)
+    same = world.add(Sequence([1, 2] * 3, limit=1))
+    other = world.add(Sequence([2, 2], limit=1))
+    world.finish()
+    assert [world.sequences[i] for i in begun(world)] == [long, other, same]
+    assert same.reused == 5
 
 
 def test_what_cannot_fit_is_refused_with_both_numbers() -> None:
@@ -848,7 +904,7 @@ def no_headroom(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(plan: Scheduler, sequence: Sequence, token: int, ended: bool = False) -> None:
-    assert plan.read(sequence, token, ended) is None
+    plan.read(sequence, token, ended)
 
 
 @pytest.mark.usefixtures("no_headroom")
@@ -881,7 +937,7 @@ def test_the_youngest_gives_its_pages_back_and_comes_back() -> None:
 @pytest.mark.usefixtures("no_headroom")
 def test_the_lowest_priority_gives_its_pages_back_first() -> None:
     plan = Scheduler(PagePool(6, SIZE), slots=4, context=16, chunk=64)
-    low, high = Sequence([1] * 7, limit=9), Sequence([2] * 7, limit=9, priority=1)
+    low, high = Sequence([1] * 7, limit=9), Sequence([2] * 7, limit=9, priority=-1)
     plan.add(low)
     plan.next(100)
     plan.add(high)
@@ -914,7 +970,7 @@ def test_a_prefill_is_given_up_for_one_that_was_first() -> None:
 def test_there_is_a_step_after_the_last_row_was_given_up(group: str | None) -> None:
     """A chunk, or a decode step of another group, although nothing is in flight."""
     plan = Scheduler(PagePool(5, SIZE), slots=4, context=16, chunk=8 if group else 4, ahead=1)
-    low, high = Sequence([1] * 4, limit=9), Sequence([2] * 7, limit=3, priority=1, group=group)
+    low, high = Sequence([1] * 4, limit=9), Sequence([2] * 7, limit=3, priority=-1, group=group)
     for sequence in (low, high):
         plan.add(sequence)
         plan.next(100)
@@ -967,7 +1023,7 @@ def test_the_first_is_prefilled_first() -> None:
     world = World(40, chunk=2)
     low = world.add(Sequence([1] * 9, limit=1))
     steps(world, 1)
-    high = world.add(Sequence([2] * 9, limit=1, priority=1))
+    high = world.add(Sequence([2] * 9, limit=1, priority=-1))
     steps(world, 5)
     assert (low.computed, high.computed) == (2, 9)
     world.finish()
@@ -1056,6 +1112,79 @@ def test_a_state_is_saved_where_prompts_part() -> None:
     world.add(Sequence([*common[:3], *[0] * 9], limit=1))  # no more than a page in common
     world.finish()
     assert world.seen["save"] == 5
+
+
+def test_states_of_a_long_prompt_are_saved_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At ends of chunks that are far enough apart, and in large chunks, too."""
+    monkeypatch.setattr(snapshots, "GAP", 10)
+    monkeypatch.setattr(scheduler, "LARGEST_GAP", 20)
+    for chunk, expected in ((4, [12, 24, 36, 48, 52]), (64, [20, 40, 52])):
+        world = World(40, snapshots=9, chunk=chunk)
+        world.add(Sequence([1] * 55, limit=1))
+        world.finish()
+        saved = sorted(own.position for own in world.pool.snapshots)
+        assert saved == [*expected, 55]
+
+
+def test_a_state_is_saved_where_waiting_prompts_part() -> None:
+    world = World(60, slots=3, snapshots=20, chunk=64)
+    common = [1, 2, 0, 1, 2, 2, 1, 0, 1, 1]
+    late = Sequence([*common, 2, 2, 2, 0, *[0] * 9], limit=1)
+    for i in range(2):
+        world.add(Sequence([*common, i, *[i] * 9], limit=1))
+    world.submit(4)
+    world.add(late)  # while the first is in its prefill
+    world.finish()
+    assert [s.reused for s in world.sequences] == [0, 10, 10]
+
+
+def test_a_state_is_saved_at_marks_that_are_far_from_others() -> None:
+    world = World(40, snapshots=9, chunk=64)
+    world.add(Sequence([1, 2] * 15, limit=1, marks=[2, 6, 7, 20, 29]))
+    world.finish()
+    saved = sorted(own.position for own in world.pool.snapshots)
+    assert saved == [6, 20, 27, 30]
+
+
+def test_nothing_is_saved_of_a_short_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "LEAST_SAVED", 20)
+    world = World(40, snapshots=9, chunk=64)
+    world.add(Sequence([1, 2] * 9, limit=1, marks=[6]))
+    world.finish()
+    assert len(world.pool.snapshots) == 0
+
+
+def test_what_was_cancelled_in_its_prefill_goes_on_from_there() -> None:
+    world = World(40, snapshots=9, chunk=7)
+    sequence = world.add(Sequence([1, 2] * 15, limit=1))
+    world.submit()
+    world.submit()
+    assert (sequence.state, sequence.computed) == ("prefill", 14)
+    world.cancel(sequence)
+    again = world.add(Sequence([1, 2] * 15, limit=1))
+    world.finish()
+    assert again.reused == 14
+
+
+@pytest.mark.usefixtures("no_headroom")
+def test_what_gave_its_pages_back_goes_on_from_its_state() -> None:
+    """No token that it had is computed again."""
+    world = World(8, slots=2, context=32, chunk=16, snapshots=9)
+    first = world.add(Sequence([1, 1, 0, 0, 2], limit=20))
+    second = world.add(Sequence([2, 1, 0, 1, 2], limit=20))
+    known = 0
+    while world.submit() or world.pending:
+        if world.scheduler.preemptions and not known:
+            assert second.state == "waiting"
+            known = len(second.tokens)
+        if second.state == "running" and known:
+            break
+        if world.pending:
+            world.read()
+    assert known > 5
+    assert world.seen["restore"] == 1
+    assert first.tokens[:5] == [1, 1, 0, 0, 2]
+    world.finish()
 
 
 @pytest.mark.usefixtures("no_headroom")

@@ -215,7 +215,7 @@ def test_memory_for_windows_alone() -> None:
     model = build_model(shape_config("gpt-oss-20b"))
     model = type(model)(replace(model.config, windows=(128,) * 24))
     options = EngineOptions(context=4096, max_batch=4)
-    assert cache_positions(1 << 30, model, None, options) == 4 * 131072
+    assert cache_positions(4 << 30, model, None, options) == 4 * 131072
     assert cache_positions(1 << 20, model, None, options) == (1 << 20) // (24 * 2048)
 
 

@@ -52,7 +52,6 @@ from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import EMPTY, Copy, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import PAGE
-from infer.kernels.state.layer_state import LayerState, copies
 from infer.kernels.state.sampler import INVALID_TOKEN, Sampler, SamplerChain
 from infer.kernels.state.step import NO_TOKEN, pack_prompts
 from infer.models.blocks.decoder import Decoder
@@ -96,7 +95,6 @@ class Engine(TokenEngine):
         )
         # Rows computed again before those of a partly cached prompt, for their hidden state.
         self._lead = int(predictor is not None and not any(self.config.states))
-        self.states = [cache for cache in self.steps.caches if isinstance(cache, LayerState)]
         self.sampler = Sampler(
             device,
             self.vocab_size,
@@ -110,7 +108,8 @@ class Engine(TokenEngine):
         windows = None
         if self.steps.window_pages:
             windows = WindowPages(self.steps.window_pages, window_of(model.config))
-        places = self.steps.places if self.states else 0
+        self.saved = self.steps.saved  # None where no layer has a state
+        places = 0 if self.saved is None else options.most_state_places
         self.pool = PagePool(options.pages, PAGE, snapshots=places, windows=windows)
         self.scheduler = Scheduler(
             self.pool,
@@ -118,7 +117,7 @@ class Engine(TokenEngine):
             context=options.context,
             chunk=self.steps.rows["prefill"] - self._lead * self.steps.prompts,
             ahead=options.ahead,
-            snapshot_tail=_TAIL if self.states else 0,
+            snapshot_tail=0 if self.saved is None else _TAIL,
             prompts=self.steps.prompts,
         )
         speculation: Speculation | None = None
@@ -175,7 +174,7 @@ class Engine(TokenEngine):
         """Compile beforehand what a generation from a prompt of that length would compile on its
         way: the sampler, and on a software adapter, whose driver puts a kernel off until it
         first runs, all the rest. params: `resolved`. progress: as for `Steps.compile`."""
-        last = min(prompt_tokens, _TAIL) if self.states else 0  # a step of their own
+        last = 0 if self.saved is None else min(prompt_tokens, _TAIL)  # a step of their own
         parts = (prompt_tokens - last, last, 0 if params.max_tokens == 1 else 1)
         kinds = dict.fromkeys(kind for part in parts for *_, kind in self.chunks(part))
         chain = self._chain(params)
@@ -252,6 +251,7 @@ class Engine(TokenEngine):
         constraint: Constraint | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
         generated: Sequence[int] = (),
     ) -> Answer:
         """with_logits also reads back the logits of every step. With a logits_processor they come
@@ -285,7 +285,14 @@ class Engine(TokenEngine):
             constraint,
             chain,
             None,
-            self._sequence(ids, limit - len(generated), (adapter, cache_salt), ahead),
+            self._sequence(
+                ids,
+                limit - len(generated),
+                (adapter, cache_salt),
+                ahead,
+                priority,
+                () if self.saved is None else _message_ends(prompt_ids, stop_ids),
+            ),
             count=len(generated),
             newest=ids[-1] if generated else -1,
         )
@@ -311,14 +318,28 @@ class Engine(TokenEngine):
         return replace(chain, min_p=True) if self.options.invariant and chain.noise else chain
 
     def _sequence(
-        self, ids: Sequence[int], limit: int, key: tuple[str | None, ...], ahead: int
+        self,
+        ids: Sequence[int],
+        limit: int,
+        key: tuple[str | None, ...],
+        ahead: int,
+        priority: int = 0,
+        marks: Sequence[int] = (),
     ) -> scheduler.Sequence:
         """A sequence of `limit` more tokens, or as many as keep the same rotary table. key: of the
         cache."""
         rope = self.model.config.rope
         part = int(min(limit, same_until(rope, len(ids)) + 1 - len(ids)))
         length = table_length(rope, len(ids))
-        return scheduler.Sequence(ids, limit=part, key=(*key, length), group=length, ahead=ahead)
+        return scheduler.Sequence(
+            ids,
+            limit=part,
+            key=(*key, length),
+            priority=priority,
+            group=length,
+            ahead=ahead,
+            marks=marks,
+        )
 
     def begin(self, text: Text) -> None:
         """Queue it. Whoever waits computes it."""
@@ -441,9 +462,11 @@ class Engine(TokenEngine):
             self.verification.choose()
             rows = 0
             if self.scheduler.has_prompts:
-                rows = self.pace.rows_beside if self.scheduler.running else self.pace.rows
+                most = self.pace.rows_beside if self.scheduler.running else self.pace.rows
+                rows = most(self.scheduler.next_position)
                 rows = self.pace.filled(rows, self.scheduler.shared_rows)
             work = self.scheduler.next(rows)
+            self._save()
             if self._lacks(*self._touched) and not self._has_grown():
                 break
             if work is None:
@@ -533,7 +556,8 @@ class Engine(TokenEngine):
             if part.first and draft is not None:
                 draft.begin(part.sequence, part.start, part.copy)
             if part.restore is not None:
-                before += self._copies(slot, part.restore, back=True)
+                assert self.saved is not None
+                before += self.saved.copies(slot, part.restore, back=True)
         self.resident.rotate_for(answers[0].table_length)
         if before:
             self.queue.submit(EMPTY, 0, 0, before)
@@ -571,7 +595,8 @@ class Engine(TokenEngine):
         ]
         chosen = [rows[i] - 1 for i in last] if wanted.rows else []
         self.device.write(self.steps.step, pack_prompts(chunks, chosen, leads))
-        pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
+        position = sum(part.count * part.start for part in work) // count
+        pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count, position)
         if pieces > 1 and chain is not None and chain.mask:  # sampling comes after the masks
             first = self.recordings.of(kind, False, None, any(numbers)).parts(pieces)
             rest = self.recordings.of(kind, True, chain, any(numbers), body=False)
@@ -584,7 +609,7 @@ class Engine(TokenEngine):
         self.resident.prefilled(slots, tuple(slots[i] for i in last) if wanted.rows else ())
         # Scoring takes longer, so it would distort the pace of prompts.
         is_prompt = count > MAX_VEC_ROWS and not isinstance(text, Scored)
-        prefilled = count if is_prompt else 0
+        prefilled = (count, position) if is_prompt else None
         self.submissions.submit(rest, count, longest, wanted, prefilled=prefilled)
         if draft is not None:
             known = [
@@ -595,7 +620,10 @@ class Engine(TokenEngine):
             draft.follow(self.queue, known)
         for part, slot in zip(work, slots, strict=True):
             if part.save is not None:
-                self.queue.submit(EMPTY, 0, 0, self._copies(slot, part.save, back=False))
+                self._save_state(slot, part.save)
+        for part, answer in zip(work, answers, strict=True):  # while the GPU computes them
+            if part.first and isinstance(answer, Answer) and answer.guess is not None:
+                answer.guess.begin(part.sequence.tokens)
 
     def _decode(self, work: Decode) -> None:
         batch = self._batch
@@ -630,7 +658,7 @@ class Engine(TokenEngine):
         """(start, rows, kind of step) of each step of a prompt of that length, if it is alone."""
         start = 0
         while start < length:
-            rows = min(length - start, self.pace.rows, self.steps.rows["prefill"])
+            rows = min(length - start, self.pace.rows(start), self.steps.rows["prefill"])
             yield start, rows, self.steps.prefill(rows)
             start += rows
 
@@ -642,7 +670,8 @@ class Engine(TokenEngine):
         self.submissions.in_flight.popleft()
         now = time.perf_counter()
         if step.prefilled:
-            self.pace.measured(step.prefilled, now - max(step.since, self._read_at))
+            count, position = step.prefilled
+            self.pace.measured(count, now - max(step.since, self._read_at), position)
         self.verification.measured(step, self._read_at, now)
         self._read_at = now
         rows: Sequence[int] = range(len(ids))
@@ -675,7 +704,7 @@ class Engine(TokenEngine):
         sequence = answer.sequence
         if answer.ended:  # only its state is still to be saved
             stops = token in answer.stop_ids
-            self._save(sequence.slot, self.scheduler.read(sequence, token, ended=stops))
+            self.scheduler.read(sequence, token, ended=stops)
             self._end(answer)
             return
         try:
@@ -709,10 +738,7 @@ class Engine(TokenEngine):
         answer.give(Step(token, logits if answer.with_logits else None, own))
         last = answer.is_over
         of_part = len(sequence.tokens) + 1 >= sequence.end
-        slot = sequence.slot
-        place = self.scheduler.read(sequence, token, last or of_part)
-        if place is not None:
-            self._save(slot, place)
+        self.scheduler.read(sequence, token, last or of_part)
         if answer.guess is not None and not last:
             answer.guess.take(sequence.tokens)
         if last:
@@ -726,7 +752,7 @@ class Engine(TokenEngine):
         """Begin its next part: from here on all positions have another rotary table."""
         before = answer.sequence
         rest, key = answer.limit - answer.count, (answer.adapter, answer.cache_salt)
-        sequence = self._sequence(before.tokens, rest, key, before.ahead)
+        sequence = self._sequence(before.tokens, rest, key, before.ahead, before.priority)
         self.scheduler.add(sequence)
         self._answers[sequence] = answer
         answer.sequence = sequence
@@ -736,8 +762,7 @@ class Engine(TokenEngine):
         answer.ended = True
         sequence = answer.sequence
         if sequence in self._answers:
-            slot = sequence.slot
-            self._save(slot, self.scheduler.cancel(sequence, at_once=at_once))
+            self.scheduler.cancel(sequence, at_once=at_once)
             if sequence.state == "ended":  # else it ends when what is in flight was read
                 del self._answers[sequence]
 
@@ -746,18 +771,22 @@ class Engine(TokenEngine):
         for answer in answers:
             self._end(answer, at_once=True)
 
-    def _save(self, slot: int | None, place: int | None) -> None:
-        """Save the states of the sequence that had this slot, if a place is given."""
-        if place is not None:
-            assert slot is not None
-            self.queue.submit(EMPTY, 0, 0, self._copies(slot, place, back=False))
+    def _save(self) -> None:
+        """Save the states that the scheduler wants to be saved before the next step."""
+        for slot, place in self.scheduler.to_save:
+            self._save_state(slot, place)
+        self.scheduler.to_save.clear()
 
-    def _copies(self, slot: int, place: int, *, back: bool) -> list[Copy]:
-        """The copies that save the states of a slot in a place, or bring them back."""
-        found = copies(self.states, slot, place, back=back)
-        if self.steps.last_hidden is not None:
-            found += self.steps.last_hidden.copies(slot, place, back=back)
-        return found
+    def _save_state(self, slot: int, place: int) -> None:
+        """Save a state in its place. Where there is no memory for more places, there are no more
+        from now on, and what they hold is less."""
+        assert self.saved is not None
+        try:
+            self.saved.reserve(place + 1)
+        except OutOfMemoryError:
+            self.pool.snapshots.shrink(self.saved.places)
+            return
+        self.queue.submit(EMPTY, 0, 0, self.saved.copies(slot, place, back=False))
 
     def _recover(self) -> None:
         """After an interrupt in the middle of a change, trust nothing here or on the GPU: all
@@ -811,3 +840,10 @@ class Engine(TokenEngine):
 def _grown(now: int, least: int, most: int) -> int:
     """Pages to have memory for, where there have to be at least so many."""
     return now if least <= now else min(most, max(least, now + now // 2))
+
+
+def _message_ends(ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
+    """Returns where the first message of a chat ends, which is mostly what others begin with, and
+    where the last but one ends, behind which a user may edit: messages end as answers do."""
+    ends = np.flatnonzero(np.isin(ids, stop_ids)) + 1
+    return [int(end) for end in (*ends[:1], *ends[-2:-1])]

@@ -24,7 +24,9 @@ class EngineOptions:
     context: the most positions of a sequence. max_batch: the most sequences at once; others wait.
     cache_positions: of the KV cache, for all sequences together; None: the context, and 1,024 for
     each further sequence. first_positions: that the cache has memory for before it grows; None:
-    8,192, and 1,024 for each further sequence. kv_dtype: "f16", "f32" or "q8". prefill_chunk: the
+    8,192, and 1,024 for each further sequence. state_places: the most states of layers that are
+    saved for other prompts to go on from, where layers have states; None: two for each sequence.
+    There is memory for so many at first. kv_dtype: "f16", "f32" or "q8". prefill_chunk: the
     most rows of a prefill step. invariant: an answer's logits and tokens are the same to the last
     bit whatever runs beside it, however its prompt is cut, and whether it is cached: all steps use
     the kernels of few rows, so that prefill and single answers are slower.
@@ -43,6 +45,7 @@ class EngineOptions:
     max_batch: int = 1
     cache_positions: int | None = None
     first_positions: int | None = None
+    state_places: int | None = None
     kv_dtype: str = "f16"
     prefill_chunk: int = 512
     fuse: bool = True
@@ -54,7 +57,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         """Raises RequestError for values of the wrong type, and for counts out of range."""
         names = ("context", "prefill_chunk", "ahead", "max_batch")
-        optional = ("cache_positions", "first_positions")
+        optional = ("cache_positions", "first_positions", "state_places")
         for name in (*names, *optional):
             value = getattr(self, name)
             if value is None and name in optional:
@@ -85,6 +88,11 @@ class EngineOptions:
         if self.speculate == "off":
             return 0
         return min(MAX_BATCH, max(DRAFT_ROWS, 2 * self.max_batch))
+
+    @property
+    def most_state_places(self) -> int:
+        """The most states that are saved."""
+        return 2 * self.max_batch if self.state_places is None else self.state_places
 
     @property
     def first_pages(self) -> int:

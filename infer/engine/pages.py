@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from infer.engine.snapshots import Snapshot, Snapshots
 from infer.engine.windows import WindowPages
 
 
@@ -26,7 +27,7 @@ class Match:
     """The beginning of a prompt that is cached, of `length` positions.
 
     pages: in order, all of whose positions match. partial: (page, positions), one more of which the
-    first positions match, to be copied. snapshot: the slot of the state after `length` positions.
+    first positions match, to be copied. snapshot: the place of the state after `length` positions.
     cached: positions that match, were there a snapshot after them. windows: of layers with a
     window, the pages beside the last of `pages`, and window_partial: beside `partial`.
     """
@@ -65,20 +66,22 @@ class PoolStats:
 class _Node:
     """A cached page: `tokens` are in its first positions, after those of the nodes above.
 
-    children: sorted by tokens; none are the beginning of another's. active: whether the page is
-    referenced, plus the children that are active. twins: other pages with the same tokens, all
-    referenced, which need no node. snapshots: slots of states by position in the page. window: the
-    page with these tokens of layers with a window, if it is cached.
+    start: the position of the first of them. children: sorted by tokens; none are the beginning of
+    another's. active: whether the page is referenced, plus the children that are active. twins:
+    other pages with the same tokens, all referenced, which need no node. snapshots: of states, by
+    how many of the page's tokens they include. window: the page with these tokens of layers with a
+    window, if it is cached.
     """
 
     key: Hashable
     page: int
     parent: _Node | None
     tokens: tuple[int, ...]
+    start: int
     children: list[_Node] = field(default_factory=list)
     active: int = 0
     twins: set[int] = field(default_factory=set)
-    snapshots: dict[int, int] = field(default_factory=dict)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
     window: int | None = None
 
     def closest(
@@ -127,7 +130,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class PagePool:
-    """All pages of a cache, and as many snapshots of states for models whose layers have one."""
+    """All pages of a cache, and the snapshots of states for models whose layers have one."""
 
     def __init__(
         self,
@@ -137,10 +140,13 @@ class PagePool:
         snapshots: int = 0,
         windows: WindowPages | None = None,
     ) -> None:
-        """snapshots: 0 where no layer has a state, and any length can be gone on from. windows: the
-        pages of layers with a window, where these have their own; then without snapshots."""
+        """snapshots: places for them; 0 where no layer has a state, and any length can be gone on
+        from. windows: the pages of layers with a window, where these have their own; then without
+        snapshots."""
         assert not (snapshots and windows)
-        self.pages, self.page_size, self.snapshots = pages, page_size, snapshots
+        self.pages, self.page_size = pages, page_size
+        self.snapshots = Snapshots(snapshots)
+        self._has_states = snapshots > 0
         self.windows = windows
         self._count = Counter[int]()  # references
         self._free: list[int] = []  # those that were used before, and
@@ -149,9 +155,6 @@ class PagePool:
         self._nodes: dict[int, _Node] = {}  # of pages that are cached, and of twins
         # Nodes that are not active, in the order in which they became so: children before parents.
         self._idle: OrderedDict[int, _Node] = OrderedDict()
-        self._free_snapshots = list(range(snapshots))[::-1]
-        # (node, position in its page) by slot, the least recently used first.
-        self._saved: OrderedDict[int, tuple[_Node, int]] = OrderedDict()
         self._hits = self._lookups = 0
 
     # Pages
@@ -172,8 +175,8 @@ class PagePool:
             self._hits,
             self._lookups,
             self.page_size,
-            len(self._saved),
-            self.snapshots,
+            len(self.snapshots),
+            self.snapshots.places,
         )
 
     @property
@@ -234,8 +237,7 @@ class PagePool:
         self._roots.clear()
         self._nodes.clear()
         self._idle.clear()
-        self._saved.clear()
-        self._free_snapshots = list(range(self.snapshots))[::-1]
+        self.snapshots.clear()
         if self.windows is not None:
             self.windows.reset()
 
@@ -249,19 +251,26 @@ class PagePool:
         uncopied: Container[int] = (),
         uncopied_windows: Container[int] = (),
     ) -> Match:
-        """The longest beginning of tokens[:limit] that is cached and, if there are snapshots, has
-        one. key: what else the keys and values depend on. uncopied: pages that are not `partial`,
-        and uncopied_windows: that are not `window_partial`. All its pages are retained."""
+        """The longest beginning of tokens[:limit] that is cached and, if layers have states, ends
+        at a snapshot. key: what else the keys and values depend on. uncopied: pages that are not
+        `partial`, and uncopied_windows: that are not `window_partial`. All its pages are
+        retained."""
         limit = min(limit, len(tokens))
         found = self._match(tokens, key, limit, uncopied, uncopied_windows)
         self._lookups += limit
         self._hits += found.length
+        if found.snapshot is not None:
+            self.snapshots.use(found.snapshot)
         self.retain(found.pages)
         if found.partial is not None:
             self.retain(found.partial[:1])
         if self.windows is not None:
             self.windows.retain(_windows(found))
         return found
+
+    def cached(self, tokens: Sequence[int], key: Hashable) -> int:
+        """Returns how much of a prompt is cached now. Nothing is retained, and nothing counted."""
+        return self._match(tokens, key, len(tokens) - 1, (), ()).length
 
     def unmatch(self, match: Match, limit: int) -> None:
         """Release what a `match` up to `limit` has found, as if nobody had asked."""
@@ -282,10 +291,10 @@ class PagePool:
         uncopied_windows: Container[int],
     ) -> Match:
         node, pages, length = self._roots.get(key), list[int](), 0
-        depths: dict[_Node, int] = {}  # positions before the children of a node
+        path = set[_Node]()
         closest, common = None, 0
         while node is not None:
-            depths[node] = length
+            path.add(node)
             rest = tuple(tokens[length : min(length + self.page_size, limit)])
             closest, common = node.closest(rest)
             if closest is None or common < self.page_size:
@@ -295,61 +304,59 @@ class PagePool:
             pages.append(closest.page)
             length += self.page_size
             node = closest
-        if self.snapshots:
-            return self._match_snapshot(tokens, limit, depths, pages, length + common)
+        if self._has_states:
+            return self._match_snapshot(tokens, limit, path, pages, length + common)
         partial = (closest.page, common) if closest is not None else None
         found = Match(tuple(pages), length + common, partial, None, length + common)
         if self.windows is None:
             return found
-        path = [*list(depths)[1:], *([] if closest is None else [closest])]
-        return self._within_windows(found, path, self.windows.window, uncopied_windows)
+        nodes = [self._nodes[page] for page in (*pages, *([] if partial is None else partial[:1]))]
+        return self._within_windows(found, nodes, self.windows.window, uncopied_windows)
 
     def _within_windows(
-        self, found: Match, path: Sequence[_Node], window: int, uncopied: Container[int]
+        self, found: Match, nodes: Sequence[_Node], window: int, uncopied: Container[int]
     ) -> Match:
-        """Returns the longest part of a match before whose end a window is cached. path: the nodes
+        """Returns the longest part of a match before whose end a window is cached. nodes: those
         of its pages, that of `partial` included. Such a part ends with the match, or with a page
         before one that is not there."""
-        size, end, first = self.page_size, len(path), 0
+        size, end, first = self.page_size, len(nodes), 0
         while end:
             length = min(found.length, end * size)
             first = max(0, length - window) // size
-            lacking = [i for i in range(first, end) if path[i].window is None]
-            if not lacking and length < end * size and path[-1].window in uncopied:
+            lacking = [i for i in range(first, end) if nodes[i].window is None]
+            if not lacking and length < end * size and nodes[-1].window in uncopied:
                 lacking = [end - 1]
             if not lacking:
                 break
             end = lacking[-1]
         whole = min(end, len(found.pages))
-        windows = tuple(node.window for node in path[first:whole] if node.window is not None)
+        windows = tuple(node.window for node in nodes[first:whole] if node.window is not None)
         length = min(found.length, end * size)
         if end > whole:
-            return replace(found, windows=windows, window_partial=path[-1].window)
+            return replace(found, windows=windows, window_partial=nodes[-1].window)
         return Match(found.pages[:whole], length, None, None, found.cached, windows)
 
     def _match_snapshot(
         self,
         tokens: Sequence[int],
         limit: int,
-        depths: dict[_Node, int],
+        path: Container[_Node | None],
         pages: list[int],
         cached: int,
     ) -> Match:
-        """Returns the match that ends at the snapshot after most positions, of all below nodes that
-        match."""
+        """Returns the match that ends at the snapshot after most positions. path: the nodes that
+        match, all below which is looked at."""
         best = Match(cached=cached)
-        for slot, (node, offset) in self._saved.items():
-            assert node.parent is not None  # a root has no page
-            before = depths.get(node.parent)
-            if before is None or not best.length < before + offset <= limit:
+        for snapshot in self.snapshots:
+            node, offset, length = snapshot.page, snapshot.offset, snapshot.position
+            assert isinstance(node, _Node)
+            if node.parent not in path or not best.length < length <= limit:
                 continue
-            if tuple(tokens[before : before + offset]) == node.tokens[:offset]:
+            if tuple(tokens[node.start : length]) == node.tokens[:offset]:
                 whole = offset == self.page_size
-                kept = pages[: before // self.page_size + whole]
+                kept = pages[: node.start // self.page_size + whole]
                 partial = None if whole else (node.page, offset)
-                best = Match(tuple(kept), before + offset, partial, slot, cached)
-        if best.snapshot is not None:
-            self._saved.move_to_end(best.snapshot)
+                best = Match(tuple(kept), length, partial, snapshot.place, cached)
         return best
 
     def store(
@@ -389,7 +396,7 @@ class PagePool:
             if not self._count[page]:
                 raise ValueError(f"Page {page} is not referenced.")
         if parent is None and first < count:
-            parent = self._roots.setdefault(key, _Node(key, -1, None, ()))
+            parent = self._roots.setdefault(key, _Node(key, -1, None, (), -size))
         for i in range(first, count):
             assert parent is not None  # the one before
             held = tuple(tokens[i * size : min((i + 1) * size, length)])
@@ -418,15 +425,14 @@ class PagePool:
                 self._nodes[page] = closest
                 closest.twins.add(page)
             return closest
-        node = self._nodes[page] = _Node(parent.key, page, parent, tokens)
+        node = self._nodes[page] = _Node(
+            parent.key, page, parent, tokens, parent.start + self.page_size
+        )
         parent.attach(node)
         self._activate(node)
         if closest is not None and common == len(closest.tokens):
             # It holds no more than the beginning of this one.
-            for offset, slot in closest.snapshots.items():
-                node.snapshots[offset] = slot
-                self._saved[slot] = (node, offset)
-            closest.snapshots.clear()
+            self.snapshots.move(closest, node)
             self._remove(closest)
         return node
 
@@ -434,9 +440,8 @@ class PagePool:
         """Forget a page that has no children, which makes it free unless it is referenced."""
         assert node.parent is not None
         assert not node.children
-        for slot in node.snapshots.values():
-            del self._saved[slot]
-            self._free_snapshots.append(slot)
+        for snapshot in list(node.snapshots.values()):
+            self.snapshots.forget(snapshot)
         if self.windows is not None:
             self.windows.forget(node)
         for page in (node.page, *node.twins):
@@ -477,20 +482,9 @@ class PagePool:
     def store_snapshot(
         self, tokens: Sequence[int], key: Hashable, pages: Sequence[int]
     ) -> int | None:
-        """`store`, and the slot in which to save the state after exactly these tokens. None if
-        there is one already, or no room for any."""
+        """`store`, and the place in which to save the state after exactly these tokens. None if it
+        is saved already, or if what else is saved is worth more."""
         node = self._store(tokens, key, pages, len(tokens))
-        if node is None or not self.snapshots:
+        if node is None or not self._has_states:
             return None
-        offset = (len(tokens) - 1) % self.page_size + 1
-        if offset in node.snapshots:
-            self._saved.move_to_end(node.snapshots[offset])
-            return None
-        if not self._free_snapshots:
-            slot, (old, at) = self._saved.popitem(last=False)
-            del old.snapshots[at]
-            self._free_snapshots.append(slot)
-        slot = self._free_snapshots.pop()
-        node.snapshots[offset] = slot
-        self._saved[slot] = (node, offset)
-        return slot
+        return self.snapshots.save(node, (len(tokens) - 1) % self.page_size + 1)

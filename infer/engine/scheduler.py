@@ -6,13 +6,14 @@ pages run out, the sequence that came last gives its own back and waits again, w
 it has. Steps are submitted before the ids of the previous ones are read.
 
 The time of a prefill step depends on its tiles, not its rows: if the end of a prompt leaves room,
-the next prompts begin in the same step.
+the next prompts begin in the same step. A prompt that fits into one step goes before the rest of
+one that does not.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
@@ -20,11 +21,17 @@ from heapq import heappop, heappush
 from typing import Any, Literal
 
 from infer.engine.pages import Match, PagePool
+from infer.engine.snapshots import gap
 from infer.kernels.errors import RequestError
 
-AGEING = 64  # how many earlier sequences one of the next higher priority overtakes
+AGEING = 64  # how many earlier sequences one of the next lower priority overtakes
+PASSING = 4  # steps in a row in which short prompts go before the rest of a long one
 HEADROOM = 256  # positions that must be free for an answer before it begins
 COPIED = 8  # as few shared tokens are computed again rather than copied a step later
+LEAST_SAVED = 256  # positions of which the state is saved
+LARGEST_GAP = (
+    2048  # positions between two states that are saved of a prompt, where chunks are larger
+)
 
 State = Literal["waiting", "prefill", "running", "ended"]
 
@@ -59,17 +66,19 @@ class Sequence:
         ahead: int = 1 << 30,
         shares: bool = True,
         chunk: int = 1 << 30,
+        marks: Ids[int] = (),
     ) -> None:
         """limit: the most tokens to generate; with 0 it generates none, and is to be cancelled when
         the last chunk of its prompt has been read. key: what keys and values depend on besides the
-        tokens. priority: higher ones begin first. group: sequences of a group can share decode
+        tokens. priority: lower ones begin first. group: sequences of a group can share decode
         steps. ahead: the most tokens in flight. shares: whether it takes what others left in the
         cache and leaves its own there; if not, all of its prompt is computed. chunk: the most
-        tokens of its prompt in a step."""
+        tokens of its prompt in a step. marks: lengths of its prompt after which other prompts are
+        likely to go on differently."""
         self.tokens, self.prompt_tokens = list(prompt), len(prompt)
         self.limit, self.key, self.priority = limit, key, priority
         self.group: Any = group
-        self.ahead, self.shares, self.chunk = ahead, shares, chunk
+        self.ahead, self.shares, self.chunk, self.marks = ahead, shares, chunk, marks
         self.pages: list[int] = []
         self.window_pages: list[int] = []
         self.first_window = self.parted = 0
@@ -79,7 +88,11 @@ class Sequence:
         self.stored = 0  # positions that others can find
         self.draft: Ids[int] = ()
         self.drafted = self.followed = 0
-        self.saves: list[int] = []  # positions after which its state is saved while it is prefilled
+        # Positions after which its state is saved while it is prefilled, in order, and the last
+        # position where it was saved.
+        self.saves: list[int] = []
+        self.saved = 0
+        self.cached = 0  # how many tokens of it others had in the cache when it came
         self.state: State = "waiting"
         self.rank = 0, 0  # the lowest goes first
         self._begun = False
@@ -91,6 +104,11 @@ class Sequence:
         self.window_pages, self.first_window = [], 0
         self.computed = self.settled = self.stored = self.in_flight = self.drafted = 0
         self.draft = ()
+
+    @property
+    def rest(self) -> int:
+        """Rows of its prompt that are to be computed still, as far as that is known."""
+        return len(self.tokens) - max(self.computed, self.cached)
 
     @property
     def end(self) -> int:
@@ -157,8 +175,9 @@ class Scheduler:
         """slots: the most sequences at once. context: the most tokens of a sequence. chunk: the
         most rows of a prefill step, and prompts: the most sequences in it. ahead: the most tokens
         of a sequence in flight. snapshot_tail: if layers have a state, it is saved so many tokens
-        before the end of a prompt, as the next prompt may end differently, and where a prompt parts
-        from an earlier one."""
+        before the end of a prompt, as the next prompt may end differently; where a prompt parts
+        from others; at a prompt's marks; and between these, so that there is never much to compute
+        again (`snapshots.gap`)."""
         self.pool, self.context, self.chunk, self.ahead = pool, context, chunk, ahead
         self.in_step = False  # a group's next step waits until all its tokens have been read
         self.snapshot_tail, self.prompts = snapshot_tail, prompts
@@ -166,11 +185,14 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []  # by slot
         self.preemptions = 0
+        # (slot, place) of states that are to be saved before the next step is submitted.
+        self.to_save: list[tuple[int, int]] = []
         self._most, self._slots = slots, list(range(slots))
         self._added = 0
         # Numbers of steps: the latest, the latest prefill, and the latest decode of each group.
         self._steps = self._prefilled = 0
         self._decoded: dict[Hashable, int] = {}
+        self._passed = 0  # steps since the last of a prompt that shorter ones go before
         self._short: Sequence | None = None  # found no room since the last page was released
         self._chunked: list[Sequence] = []  # that have window pages for rows of the latest prefill
 
@@ -191,6 +213,12 @@ class Scheduler:
         sharing = [s for s in first if s.group == first[0].group and s.limit]
         return sum(len(s.tokens) - s.computed for s in sharing) if len(sharing) > 1 else 0
 
+    @property
+    def next_position(self) -> int:
+        """Where the next rows of a prompt begin, unless a short one goes first."""
+        first = min([*self.prefilling, *self.waiting[:1]], key=_rank, default=None)
+        return 0 if first is None else max(first.computed, first.cached)
+
     def add(self, sequence: Sequence) -> None:
         """Cuts the limit to the room there is. Raises RequestError if the prompt leaves none."""
         room = min(self.context, self.pool.pages * self.pool.page_size)
@@ -202,8 +230,14 @@ class Scheduler:
                 "the answer included. Shorten the prompt or take a larger `context`."
             )
         sequence.limit = min(sequence.limit, room - sequence.prompt_tokens)
-        sequence.rank = self._added - AGEING * sequence.priority, self._added
+        sequence.rank = self._added + AGEING * sequence.priority, self._added
+        self.pool.snapshots.tick()
+        if sequence.shares:
+            sequence.cached = self.pool.cached(sequence.tokens, sequence.key)
         self._added += 1
+        for other in self.prefilling if self.snapshot_tail else ():
+            if other.shares and sequence.shares and other.key == sequence.key:
+                self._save_at(other, [common_length(other.tokens, sequence.tokens)])
         self._wait(sequence)
 
     def next(self, most_rows: int) -> tuple[Prefill, ...] | Decode | None:
@@ -218,22 +252,19 @@ class Scheduler:
             step = self._prefill(most_rows)
         return step or self._decode(groups) or self._prefill(most_rows) or None
 
-    def read(self, sequence: Sequence, token: int, ended: bool) -> int | None:
+    def read(self, sequence: Sequence, token: int, ended: bool) -> None:
         """Take in the oldest token of it that is in flight. ended: the token is the last one; a row
-        after it that was submitted is dead. Returns where its final state is to be saved, if
-        anywhere."""
+        after it that was submitted is dead."""
         sequence.in_flight -= 1
         if sequence.state == "ended":
-            return None
+            return
         sequence.tokens.append(token)
         if ended or len(sequence.tokens) >= sequence.end:
-            place = self._snapshot(sequence)
+            self._snapshot(sequence)
             self._leave(sequence, min(sequence.computed, len(sequence.tokens) - 1))
             sequence.state = "ended"
-            return place
-        if sequence.state == "running":
+        elif sequence.state == "running":
             self._store(sequence, min(sequence.computed, len(sequence.tokens)))
-        return None
 
     def accept(self, sequence: Sequence, count: int) -> None:
         """So many of its drafts were right; they are to be `read` after the token in flight."""
@@ -244,22 +275,19 @@ class Scheduler:
             if not self.snapshot_tail:
                 sequence.settled = sequence.computed
 
-    def cancel(self, sequence: Sequence, *, at_once: bool = False) -> int | None:
+    def cancel(self, sequence: Sequence, *, at_once: bool = False) -> None:
         """End it now; its tokens in flight mean nothing any more. But if layers have a state, which
-        is saved at the end, it ends when these tokens are read, unless at_once. Returns where the
-        state is to be saved, if it is now."""
+        is saved at the end, it ends when these tokens are read, unless at_once."""
         if sequence.state == "ended":
-            return None
-        place = None
-        saves = self.snapshot_tail and sequence.shares
-        if saves and sequence.state == "running" and not at_once:
-            if sequence.in_flight:
+            return
+        if not at_once:
+            saves = self.snapshot_tail and sequence.shares and sequence.state == "running"
+            if saves and sequence.in_flight:
                 sequence.limit -= sequence.left
-                return None
-            place = self._snapshot(sequence)
+                return
+            self._snapshot(sequence)
         self._leave(sequence, min(sequence.computed, len(sequence.tokens)))
         sequence.state = "ended"
-        return place
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
         """Begin anew with these sequences alone, and the tokens that they have: what was on the GPU
@@ -267,18 +295,34 @@ class Scheduler:
         self.waiting, self.prefilling, self.running = [], [], []
         self._slots = list(range(self._most))
         self._short, self._chunked = None, []
+        self.to_save.clear()
         self.pool.reset()
         for sequence in sequences:
             sequence.forget()
             self._wait(sequence)
 
-    def _snapshot(self, sequence: Sequence) -> int | None:
-        """Where the final state of a sequence is saved. It includes all tokens but the last, or but
-        the last and the drafts before it."""
-        if not self.snapshot_tail or not sequence.shares or sequence.state != "running":
-            return None
-        known = sequence.tokens[:-1][: sequence.settled]
-        return self.pool.store_snapshot(known, sequence.key, sequence.pages)
+    def _snapshot(self, sequence: Sequence) -> None:
+        """Save the state of a sequence that leaves its slot, all of whose tokens have been read but
+        those behind its end. While it runs, it includes all but the last, or but the last and the
+        drafts before it."""
+        if not self.snapshot_tail or not sequence.shares or sequence.state == "waiting":
+            return
+        known = sequence.tokens[: len(sequence.tokens) - (sequence.state == "running")]
+        known = known[: sequence.settled]
+        if len(known) >= LEAST_SAVED:
+            place = self.pool.store_snapshot(known, sequence.key, sequence.pages)
+            if place is not None:
+                self.to_save.append((slot_of(sequence), place))
+
+    def _save_at(self, sequence: Sequence, lengths: Iterable[int]) -> None:
+        """Save the state of a prompt after so many positions, too, if that saves others enough."""
+        saves = sequence.saves
+        for length in lengths:
+            at = bisect_left(saves, length)
+            before = max([sequence.computed, *saves[max(0, at - 1) : at]])
+            is_far = length >= LEAST_SAVED and length - before >= self.pool.page_size
+            if is_far and at < len(saves):  # before the tail
+                saves.insert(at, length)
 
     # Prefill
 
@@ -305,22 +349,25 @@ class Scheduler:
 
     def _chunk(self, most: int, others: Ids[Prefill]) -> Prefill | None:
         """The next chunk of a step, after the others in it."""
-        sequence = min(self.prefilling, key=_rank, default=None)
-        copy = restore = save = None
-        first = False
-        if self.waiting and (sequence is None or self.waiting[0].rank < sequence.rank):
-            admitted = self._admit(self.waiting[0], others)
-            if admitted is not None:
-                sequence, copy, restore = admitted
-                first = True
-        if sequence is None or not _fits(sequence, others):
+        for sequence in self._next_prompts(most, others):
+            copy = restore = save = None
+            first = sequence.state == "waiting"
+            if first:
+                admitted = self._admit(sequence, others)
+                if admitted is None:
+                    continue
+                copy, restore = admitted
+            if _fits(sequence, others):
+                break
+        else:
             return None
         start, length = sequence.computed, len(sequence.tokens)
         end = min(start + min(most, sequence.chunk), length)
         if until := next((position for position in sequence.saves if position > start), 0):
-            end = min(end, until)
-            if end == until:
+            end = min(end, until, sequence.saved + max(LARGEST_GAP, gap(end)))
+            if end == until or end - sequence.saved >= gap(end):
                 save = self.pool.store_snapshot(sequence.tokens[:end], sequence.key, sequence.pages)
+                sequence.saved = end
         self._slide(sequence, start, end)
         sequence.computed = sequence.settled = end
         last = end == length
@@ -331,12 +378,46 @@ class Scheduler:
             insort(self.running, sequence, key=slot_of)
         return Prefill(sequence, start, end - start, copy, restore, save, first, last)
 
+    def _next_prompts(self, most: int, others: Ids[Prefill]) -> list[Sequence]:
+        """The prompts of which one has the next rows, at most `most`, the first choice first."""
+        first = min(self.prefilling, key=_rank, default=None)
+        if first is None or (self.waiting and self.waiting[0].rank < first.rank):
+            return [*self.waiting[:1], *([] if first is None else [first])]
+        if first.rest <= most:
+            return [first]
+        if not others:
+            self._passed += 1
+            if self._passed > PASSING:
+                self._passed = 0
+                return [first]
+        short = [
+            s
+            for s in sorted([*self.prefilling, *self.waiting], key=_rank)
+            if s.rest <= most and s.priority <= first.priority and not self._is_behind(s)
+        ]
+        if not short and not others:
+            self._passed = 0
+        return [*short[:1], first]
+
+    def _is_behind(self, sequence: Sequence) -> bool:
+        """Whether it waits for what another prompt is about to compute for both."""
+        return (
+            sequence.state == "waiting"
+            and sequence.shares
+            and any(
+                other.shares
+                and other.key == sequence.key
+                and common_length(other.tokens, sequence.tokens) > other.computed + COPIED
+                for other in self.prefilling
+            )
+        )
+
     def _admit(
         self, sequence: Sequence, others: Ids[Prefill]
-    ) -> tuple[Sequence, tuple[int, int] | None, int | None] | None:
+    ) -> tuple[tuple[int, int] | None, int | None] | None:
         """Give it a slot and pages for its tokens, if there is room for some of its answer, too.
-        Returns it, the page to copy and the snapshot to restore. Not in the same step as others
-        that write a page from which it would copy more than a few tokens."""
+        Returns the page to copy and the snapshot to restore. Not in the same step as others that
+        write a page from which it would copy more than a few tokens."""
         alone = not self.running and not self.prefilling
         if sequence.in_flight or not self._slots or (sequence is self._short and not alone):
             return None
@@ -382,20 +463,23 @@ class Scheduler:
             copy = (match.partial[0], fresh[0])
             pool.release(match.partial[:1])
         self._give_windows(sequence, match)
-        del self.waiting[0]
+        self.waiting.remove(sequence)
         self.prefilling.append(sequence)
         sequence.state, sequence.slot = "prefill", heappop(self._slots)
         sequence.pages = [*match.pages, *fresh]
         sequence.computed = sequence.settled = sequence.stored = match.length
         if self.snapshot_tail and sequence.shares:
-            sequence.saves = [length - self.snapshot_tail]
+            sequence.saved = match.length
+            tail = length - self.snapshot_tail
+            sequence.saves = [tail] if tail >= LEAST_SAVED else []
             # A third prompt may begin with the part that two prompts have in common.
-            if match.length + pool.page_size <= match.cached < sequence.saves[0]:
-                sequence.saves.insert(0, match.cached)
+            alike = [s for s in self.waiting if s.shares and s.key == sequence.key]
+            shared = [common_length(s.tokens, sequence.tokens) for s in alike[: self._most]]
+            self._save_at(sequence, [match.cached, *sequence.marks, *shared])
         if not sequence._begun:
             sequence._begun, sequence.reused = True, match.length
             sequence.admitted = time.perf_counter()
-        return sequence, copy, match.snapshot
+        return copy, match.snapshot
 
     # Decode
 
@@ -425,7 +509,10 @@ class Scheduler:
             full = [s for s in groups[group] if s.computed >= len(s.pages) * size]
             for sequence in sorted(full, key=_rank):
                 while sequence.state == "running" and not self._grant(sequence):
-                    self._preempt(max([*self.running, *self.prefilling], key=_rank))
+                    last = max([*self.running, *self.prefilling], key=_rank)
+                    if self.snapshot_tail and last.in_flight and last.shares:
+                        return None  # its state is saved once its tokens have been read
+                    self._preempt(last)
             rows = tuple(groups[group])
             if full:
                 rows = tuple(s for s in rows if s.state == "running")
@@ -471,6 +558,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Make it wait again. What stays cached of it need not be computed again."""
         self.preemptions += 1
+        self._snapshot(sequence)
         self._leave(sequence, min(sequence.computed, len(sequence.tokens)))
         self._wait(sequence)
 
@@ -552,6 +640,18 @@ def _fits(sequence: Sequence, others: Ids[Prefill]) -> bool:
         sequence.group == chunk.sequence.group and sequence.limit and chunk.sequence.limit
         for chunk in others[:1]
     )
+
+
+def common_length(a: Ids[int], b: Ids[int]) -> int:
+    """Returns how many first tokens of two lists are equal."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:  # the first `low` are equal, and not more than `high` can be
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:

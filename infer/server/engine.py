@@ -133,6 +133,7 @@ class EngineClient(Protocol):
         adapter: str | None,
         tools: ToolOptions | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> Answer:
         """tools: given for chats, even if there are none: the answer is then split into text,
         reasoning and calls."""
@@ -213,9 +214,11 @@ class LLMClient:
         adapter: str | None,
         tools: ToolOptions | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> Answer:
         chat: ToolOptions = {} if tools is None else {"tools": [], **tools}
-        begin = partial(self._llm.astream, params=params, adapter=adapter, cache_salt=cache_salt)
+        own = partial(self._llm.astream, params=params, adapter=adapter)
+        begin = partial(own, cache_salt=cache_salt, priority=priority)
         has_grammar = params.constrained or bool(chat.get("tools"))
         if len(ids) <= _SHORT and not (has_grammar or params.bad_words):
             return _Answer(self, begin(ids, **chat))

@@ -117,6 +117,7 @@ class ResponsesRequest(Request, kw_only=True):
     previous_response_id: str | None = None
     conversation: Any = None
     include: list[str] = field(default_factory=list)
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0  # of vLLM, not of OpenAI
 
 
 def read(call: Call[ResponsesRequest]) -> Job:
