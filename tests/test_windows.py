@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from engines import answer, build_engine, scores
-from reference_models import load
+from reference_models import TOLERANCE, load, relative_error
 
 import infer
 from infer.engine.engine import Engine
@@ -28,18 +29,24 @@ OPTIONS: dict[str, Any] = {"context": 1500, "prefill_chunk": 64, "invariant": Tr
 CASES = "gemma3_text", "mistral_sliding", "gpt_oss", "gemma4"
 
 
+def write(case: str, folder: Path, window: int) -> Path:
+    """The checkpoint of a case, with another window and with positions for long prompts."""
+    load(case).write_checkpoint(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for own in (config, config.get("text_config", {})):
+        if "sliding_window" in own:
+            own |= {"max_position_embeddings": 2048, "sliding_window": window}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def made(own_device: Device, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Makes an engine that nothing has used, of a case with positions for its context."""
 
     def make(case: str, window: int = 100, apart: bool = True, **options: Any) -> Engine:
         """apart: layers with a window have pages of their own, as engines do by themselves."""
-        folder = load(case).write_checkpoint(tmp_path_factory.mktemp(case) / case)
-        config = json.loads((folder / "config.json").read_text())
-        for own in (config, config.get("text_config", {})):
-            if "sliding_window" in own:
-                own |= {"max_position_embeddings": 2048, "sliding_window": window}
-        (folder / "config.json").write_text(json.dumps(config))
+        folder = write(case, tmp_path_factory.mktemp(case) / case, window)
         with pytest.MonkeyPatch.context() as patch:
             if not apart:
                 patch.setattr(infer.engine.steps, "window_pages", lambda *_: 0)
@@ -88,6 +95,25 @@ def test_one_sequence(made: Make, case: str) -> None:
     found, expected = (answer(each, prompt, 300, ignore_eos=True) for each in (engine, whole))
     assert found.token_ids == expected.token_ids
     np.testing.assert_array_equal(found.logits, expected.logits)
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("case", ["gemma3_text", "mistral_sliding", "gpt_oss"])
+def test_one_sequence_is_that_of_transformers(made: Make, case: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    engine = made(case)
+    prompt = text(engine, 2, 700)
+    answered = answer(engine, prompt, 100, ignore_eos=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        write(case, tmp_path / case, 100), dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        ids = torch.tensor([[*prompt, *answered.token_ids]])
+        expected = model(ids).logits[0].numpy()
+    most = 5 * TOLERANCE  # as the positions are more than those of the stored references
+    assert relative_error(scores(engine, prompt), expected[:700]) <= most
+    assert relative_error(answered.logits, expected[699:-1]) <= most
 
 
 LOADS: dict[str, dict[str, Any]] = {
