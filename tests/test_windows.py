@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import answer, build_engine, scores
+from engines import Compiled, answer, build_engine, scores, sharing
 from reference_models import TOLERANCE, load, relative_error
 
 import infer
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
-from infer.kernels.gpu.device import Device, DryDevice, Limits
+from infer.kernels.errors import OutOfMemoryError
+from infer.kernels.gpu.device import Buffer, Device, DryDevice, Limits
 from infer.kernels.state.kv_cache import PAGE
 from infer.memory import MemoryCount, cache_positions, kv_bytes_per_position, window_bytes
 from infer.models import build_model
@@ -170,6 +171,32 @@ def test_too_few_pages(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     found = together(engine, prompts, [180] * 4)
     assert engine.stats().preemptions > 0
     assert found == together(made("gemma3_text", apart=False, **options), prompts, [180] * 4)
+
+
+def test_no_memory_for_more_windows(
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer that needs it ends with the error, and one that fits is given."""
+    with sharing(compiled), Device.open() as device:
+        folder = write("gemma3_text", tmp_path / "gemma3", 100)
+        engine = build_engine(device, folder, **OPTIONS, first_positions=256)
+        assert engine.steps.windows is not None
+        short = text(engine, 1, 150)
+        expected = answer(engine, short, 20)
+        grow = Device.grow
+
+        def full(self: Device, buffer: Buffer, nbytes: int, kept: Any) -> None:
+            if any(buffer in (own.keys, own.values) for own in engine.steps.windows.layers):
+                raise OutOfMemoryError("There is no memory.")
+            grow(self, buffer, nbytes, kept)
+
+        monkeypatch.setattr(Device, "grow", full)
+        for _ in range(2):
+            with pytest.raises(OutOfMemoryError, match="There is no memory"):
+                answer(engine, text(engine, 2, 700), 20)
+            again = answer(engine, short, 20)
+            assert again.token_ids == expected.token_ids
+            np.testing.assert_array_equal(again.logits, expected.logits)
 
 
 def test_what_is_found_again(made: Make) -> None:

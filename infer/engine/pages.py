@@ -323,12 +323,13 @@ class PagePool:
         while end:
             length = min(found.length, end * size)
             first = max(0, length - window) // size
-            lacking = [i for i in range(first, end) if nodes[i].window is None]
-            if not lacking and length < end * size and nodes[-1].window in uncopied:
-                lacking = [end - 1]
-            if not lacking:
+            own = range(end - 1, first - 1, -1)
+            lacking = next((i for i in own if nodes[i].window is None), None)
+            if lacking is None and length < end * size and nodes[-1].window in uncopied:
+                lacking = end - 1
+            if lacking is None:
                 break
-            end = lacking[-1]
+            end = lacking
         whole = min(end, len(found.pages))
         windows = tuple(node.window for node in nodes[first:whole] if node.window is not None)
         length = min(found.length, end * size)
