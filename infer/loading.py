@@ -31,8 +31,8 @@ from infer.memory import (
     DEFAULT_CONTEXT,
     Draft,
     MemoryCount,
+    cache_positions,
     checked_context,
-    kv_bytes_per_position,
 )
 from infer.models import open_model
 from infer.models.blocks.decoder import Decoder
@@ -99,7 +99,8 @@ def load(
         or as a text such as "1GiB" or "500MB". None: one context, and 1,024 positions for each
         further answer.
     host_cache: bytes of host memory, in the same forms, for what the cache on the GPU has no room
-        for: prompts go on from there where that is faster than computing. None: none.
+        for: prompts go on from there where that is faster than computing. Layers with a window then
+        keep all positions. None: none.
     invariant: on one device an answer is the same to the last bit, alone or among others, whoever
         comes and goes, and whatever the cache holds. Slower, prefill above all.
     speculate: draft tokens and verify several in one step; only the speed changes. "lookup" drafts
@@ -185,17 +186,25 @@ def load(
             of = files.name, files.tokenizer
             files = replace(files, draft=open_draft(drafted, converted, draft_quantize, *of))
         usual = _SOFTWARE_BATCH if gpu.kind == "software" else _BATCH
-        per_position = kv_bytes_per_position(files.model, kv_dtype)
-        if files.draft is not None:
-            per_position += kv_bytes_per_position(files.draft.model, kv_dtype)
         more = dict(engine or {})
-        positions = more.get("cache_positions") or _positions(cache_memory, per_position)
+        host_bytes = _memory("host_cache", host_cache) or 0
+        positions, held = more.get("cache_positions"), _memory("cache_memory", cache_memory)
+        if positions is None and held is not None:
+            counted = EngineOptions(
+                context=files.model.config.max_position_embeddings,
+                max_batch=usual if max_batch is None else max_batch,
+                host_cache=host_bytes,
+                kv_dtype=kv_dtype,
+                prefill_chunk=more.get("prefill_chunk", EngineOptions.prefill_chunk),
+            )
+            drafting = None if files.draft is None else files.draft.model
+            positions = cache_positions(held, files.model, drafting, counted)
         of_model = files.model, files.name, context, gpu, files.draft
         asked = {
             "context": checked_context(*of_model, most=positions),
             "max_batch": usual if max_batch is None else max_batch,
             "cache_positions": positions,
-            "host_cache": _memory("host_cache", host_cache) or 0,
+            "host_cache": host_bytes,
             "kv_dtype": kv_dtype,
             "invariant": invariant,
             "speculate": way,
@@ -261,13 +270,6 @@ def check_draft_quantize(quantize: str | None, draft: str | Path | None) -> None
 
 
 _BATCH, _SOFTWARE_BATCH = 8, 4  # answers at once, where nobody says how many
-
-
-def _positions(cache_memory: int | str | None, nbytes: int) -> int | None:
-    """Returns how many positions of nbytes each a KV cache of so much memory holds; None for None.
-    Raises RequestError for a value that is no amount of memory."""
-    held = _memory("cache_memory", cache_memory)
-    return None if held is None else max(1, held // nbytes)
 
 
 def _memory(name: str, value: int | str | None) -> int | None:

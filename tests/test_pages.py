@@ -59,6 +59,30 @@ def check(pool: PagePool, used: Iterable[int]) -> dict[int, tuple[Hashable, list
     return cached
 
 
+def check_windows(pool: PagePool, used: Iterable[int]) -> dict[int, int]:
+    """That each window page is free, referenced or cached, `used` being all references. By the page
+    of a node that has one, the window page."""
+    windows = pool.windows
+    assert windows is not None
+    count = Counter(used)
+    assert dict(windows._count) == dict(count)
+    nodes = [*pool._roots.values()]
+    cached: dict[int, int] = {}
+    for node in nodes:
+        nodes += node.children
+        if node.window is not None:
+            assert node.parent is not None
+            assert windows._holders[node.window] is node
+            assert node.window not in cached.values(), "a window page in two places"
+            cached[node.page] = node.window
+    assert sorted(windows._holders) == sorted(cached.values())
+    idle = [*windows._idle, *windows._passed]
+    assert sorted(idle) == sorted(set(cached.values()) - set(count))
+    free = set(range(windows.pages)) - set(count) - set(cached.values())
+    assert sorted([*windows._free, *range(windows._unused, windows.pages)]) == sorted(free)
+    return cached
+
+
 def check_snapshots(pool: PagePool, snapshots: dict[int, tuple[object, int]]) -> None:
     """That each place has one state, and that the tree of states is that of their pages."""
     assert {own.place: (own.page, own.offset) for own in pool.snapshots} == snapshots

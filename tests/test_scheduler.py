@@ -12,11 +12,12 @@ from zlib import crc32
 
 import pytest
 from marks import others_full
-from test_pages import check
+from test_pages import check, check_windows
 
 from infer.engine import scheduler, snapshots
 from infer.engine.pages import PagePool, _Node
 from infer.engine.scheduler import Decode, Prefill, Scheduler, Sequence
+from infer.engine.windows import WindowPages, pages_in_use
 from infer.kernels.errors import RequestError
 
 SIZE = 4
@@ -86,6 +87,9 @@ class Gpu:
         """Everything."""
         self.pages = [[0] * SIZE for _ in range(self.pool.pages)]
         self.states, self.snapshots = [0] * self.slots, [0] * self.pool.snapshots.places
+        self.windows = [
+            [0] * SIZE for _ in range(self.pool.windows.pages if self.pool.windows else 0)
+        ]
         self.rows = {}
 
     def put(
@@ -114,6 +118,25 @@ class Gpu:
             assert self.states[sequence.slot] == before, "the state of another sequence"
         self.states[sequence.slot] = values[settled - 1]
 
+    def put_windows(self, rows: Ids[tuple[Sequence, Ids[int], int]]) -> None:
+        """Write what a layer with a window keeps of sequences, whose rows are from a position on,
+        of all in the step before any of them reads its window."""
+        if (pool := self.pool.windows) is None:
+            return
+        for n, (s, values, position) in enumerate(rows):
+            later = [other.window_pages[other.first_window :] for other, *_ in rows[n + 1 :]]
+            for i in range(position, len(values)):
+                page = s.window_pages[i // SIZE]
+                assert i // SIZE >= s.first_window
+                readers = sum(page in pages for pages in later)
+                assert pool._count[page] == 1 + readers, "a window page that others read"
+                self.windows[page][i % SIZE] = values[i]
+        for s, values, position in rows:
+            assert len(s.window_pages) <= len(s.pages)
+            for i in range(max(0, position - pool.window), len(values)):
+                cell = self.windows[s.window_pages[i // SIZE]][i % SIZE]
+                assert cell == values[i], "a window of another sequence"
+
     def prefill(self, step: Ids[Prefill]) -> list[tuple[Sequence, list[int]]]:
         """All that is copied comes before all rows; of these each layer writes the keys and values
         before any attends."""
@@ -122,12 +145,19 @@ class Gpu:
             if chunk.copy is not None:
                 source, target = chunk.copy
                 self.pages[target] = list(self.pages[source])
+                if self.pool.windows is not None:
+                    assert chunk.sequence.window_copy is not None
+                    source, target = chunk.sequence.window_copy
+                    self.windows[target] = list(self.windows[source])
             if chunk.restore is not None:
                 self.states[chunk.sequence.slot] = self.snapshots[chunk.restore]
         sampled: list[tuple[Sequence, list[int]]] = []
-        for i, chunk in enumerate(step):
+        all_values = [chain(c.sequence.key, c.sequence.tokens[: c.start + c.count]) for c in step]
+        self.put_windows(
+            [(c.sequence, values, c.start) for c, values in zip(step, all_values, strict=True)]
+        )
+        for i, (chunk, values) in enumerate(zip(step, all_values, strict=True)):
             s, end = chunk.sequence, chunk.start + chunk.count
-            values = chain(s.key, s.tokens[:end])
             self.put(s, values, chunk.start, end, others=step[i + 1 :])
             assert s.slot is not None
             if chunk.save is not None:
@@ -141,6 +171,7 @@ class Gpu:
     def decode(self, step: Decode) -> list[tuple[Sequence, list[int]]]:
         """And of drafts the tokens up to the first that is wrong."""
         sampled = []
+        in_windows = []
         count = len(step.sequences)
         each = zip(
             step.sequences, step.drafts or [()] * count, step.behind or [0] * count, strict=True
@@ -159,12 +190,14 @@ class Gpu:
                 right += right == i and token == chosen(row.values[-1])
                 row.values.append(after(row.values[-1], token))
             self.put(s, row.values, before, before + 1, behind)
+            in_windows.append((s, list(row.values), before))
             tokens = []
             for i in range(right + 1):
                 row.token = chosen(row.values[before + i])
                 tokens.append(self.sampled(row))
             del row.values[before + 1 + right :]
             sampled.append((s, tokens))
+        self.put_windows(in_windows)
         return sampled
 
     def sampled(self, row: Row) -> int:
@@ -185,8 +218,14 @@ class World:
         ahead: int = 2,
         snapshots: int = 0,
         prompts: int = 1,
+        window: int = 0,
+        kept: int = 0,
     ) -> None:
-        self.pool = PagePool(pages, SIZE, snapshots=snapshots)
+        """window: of layers that have pages of their own, of which there are `kept` more than can
+        be in use."""
+        used = pages_in_use(window, slots, chunk, SIZE)
+        windows = WindowPages(used + kept, window) if window else None
+        self.pool = PagePool(pages, SIZE, snapshots=snapshots, windows=windows)
         self.scheduler = Scheduler(
             self.pool,
             slots=slots,
@@ -369,6 +408,13 @@ class World:
         for page, (key, tokens) in cached.items():
             values = chain(key, tokens)[(len(tokens) - 1) // SIZE * SIZE :]
             assert self.gpu.pages[page][: len(values)] == values, "a page is not what is stored"
+        if self.pool.windows is not None:
+            own = [page for s in holders for page in s.window_pages[s.first_window :]]
+            for page, window in check_windows(self.pool, own).items():
+                key, tokens = cached[page]
+                values = chain(key, tokens)[(len(tokens) - 1) // SIZE * SIZE :]
+                assert self.gpu.windows[window][: len(values)] == values
+            self.seen["passed"] += len(self.pool.windows._passed)
         for snapshot in self.pool.snapshots:
             node = snapshot.page
             assert isinstance(node, _Node)
@@ -405,17 +451,15 @@ def prompt(rng: random.Random, texts: list[list[int]], most: int) -> list[int]:
 SEEN = Counter[str]()
 
 
-@pytest.mark.parametrize(
-    ("snapshots", "drafts", "prompts"),
-    [
-        *((0, drafts, prompts) for drafts, prompts in ((False, 1), (False, 8), (True, 3))),
-        *((snapshots, drafts, 1) for snapshots in (1, 5) for drafts in (False, True)),
-    ],
-)
-@others_full("seed", range(10), range(5))
-def test_at_random(
-    seed: int, snapshots: int, drafts: bool, prompts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def at_random(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    seed: int,
+    snapshots: int = 0,
+    drafts: bool,
+    prompts: int,
+    window: int = 0,
+) -> World:
     """Arrivals, ends, cancels and resets, in too few pages: every answer is the one that its
     prompt alone would give."""
     rng = random.Random(seed)
@@ -430,6 +474,8 @@ def test_at_random(
         ahead=rng.randrange(1, 4),
         snapshots=snapshots,
         prompts=prompts,
+        window=window,
+        kept=rng.choice([0, 5, 40]) + (14 if drafts else 0),  # drafts may be two pages more
     )
     groups = rng.randrange(1, 4)
     texts = [[rng.randrange(3) for _ in range(20)] for _ in range(2)]
@@ -461,7 +507,120 @@ def test_at_random(
             world.check()
     world.scheduler.in_step = False
     world.finish()
-    SEEN.update(world.seen)
+    return world
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "drafts", "prompts"),
+    [
+        *((0, drafts, prompts) for drafts, prompts in ((False, 1), (False, 8), (True, 3))),
+        *((snapshots, drafts, 1) for snapshots in (1, 5) for drafts in (False, True)),
+    ],
+)
+@others_full("seed", range(10), range(5))
+def test_at_random(
+    seed: int, snapshots: int, drafts: bool, prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"seed": seed, "snapshots": snapshots, "drafts": drafts, "prompts": prompts}
+    SEEN.update(at_random(monkeypatch, **own).seen)
+
+
+@pytest.mark.parametrize("window", [1, 4, 9])
+@pytest.mark.parametrize(("drafts", "prompts"), [(False, 1), (False, 8), (True, 3)])
+@others_full("seed", range(10), range(3))
+def test_windows_at_random(
+    seed: int, window: int, drafts: bool, prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers with a window have what they read, too, in as few pages as can be in use."""
+    own = {"seed": seed, "window": window, "drafts": drafts, "prompts": prompts}
+    assert at_random(monkeypatch, **own).seen["passed"]
+
+
+def test_window_pages_of_a_chunk_are_given_up_in_the_next_step() -> None:
+    windows = WindowPages(pages_in_use(9, 8, 64, SIZE), 9)
+    pool = PagePool(1000, SIZE, windows=windows)
+    plan = Scheduler(pool, slots=8, context=200, chunk=64)
+    for i in range(8):
+        plan.add(Sequence([i] * 62, limit=40))
+    while plan.has_prompts:
+        assert plan.next(64) is not None
+    assert len(windows._count) == 7 * 3 + 16
+
+
+def evict_windows(world: World) -> None:
+    """As many others do that need the room."""
+    windows = world.pool.windows
+    assert windows is not None
+    windows.release(windows.allocate(windows.pages))
+
+
+def test_what_lacks_its_window_is_computed_again_and_found_then() -> None:
+    """The pages that others find first have the window of a sequence that came later."""
+    world = World(100, window=9, kept=20)
+    text = [1, 2, 0, 1, 2, 2, 1, 0, 0, 1, 2, 0, 1, 1, 1, 2, 2]
+    for own, reused in (([], 0), ([1], 17), ([2], 0), ([0], 16), ([1, 1], 16), ([1, 1, 1], 19)):
+        if own == [2]:
+            evict_windows(world)
+        sequence = world.add(Sequence([*text, *own], limit=1))
+        world.finish()
+        assert sequence.reused == reused
+
+
+def test_a_long_prompt_leaves_the_windows_of_others() -> None:
+    """But for those in the middle of prompts and answers, which go first."""
+    world = World(400, slots=1, context=400, chunk=16, window=9, kept=12)
+    talks = [[i, 1, 2] * 8 for i in range(2)]
+    for talk in talks:
+        sequence = world.add(Sequence(talk, limit=6))
+        world.finish()
+        talk[:] = sequence.tokens
+    world.add(Sequence([2] * 300, limit=90))
+    world.finish()
+    for talk in talks:
+        again = world.add(Sequence([*talk, 0], limit=1))
+        world.finish()
+        assert again.reused == len(talk) - 1
+
+
+def test_where_prompts_part_a_window_stays() -> None:
+    """Though none was there, so that the second had to compute it again."""
+    world = World(400, slots=1, context=400, chunk=16, window=9, kept=12)
+    begin = [1, 2, 0] * 20
+    for i, reused in enumerate((0, 0, 60, 60)):
+        sequence = world.add(Sequence([*begin, 10 + i, *[1, 0] * 60], limit=1))
+        world.finish()
+        assert sequence.reused == reused
+
+
+def test_a_window_page_that_is_being_written_is_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even if the page beside it was written long ago."""
+    monkeypatch.setattr(scheduler, "COPIED", 0)
+    world = World(100, chunk=64, window=9, kept=20, prompts=8)
+    text = [1, 2, 0, 1, 2, 2, 1, 0, 0, 1, 2, 0]
+    world.add(Sequence(text, limit=1))
+    world.finish()
+    evict_windows(world)
+    world.add(Sequence([*text, 1, 1, 1], limit=1))
+    other = world.add(Sequence([*text[:-1], 2, 2], limit=1))
+    world.finish()
+    assert other.reused == 11
+
+
+@pytest.mark.parametrize("kept", [0, 100])
+def test_window_pages_do_not_run_out(kept: int) -> None:
+    """Long prompts at once, of which no page is shared, and chunks larger than the window."""
+    rng = random.Random(kept)
+    world = World(1000, slots=8, context=200, chunk=64, prompts=8, window=9, kept=kept)
+    for _ in range(40):
+        tokens = [rng.randrange(3) for _ in range(rng.choice([10, 100, 100, 150]))]
+        world.add(Sequence(tokens, limit=40))
+    world.finish()
+    assert world.seen["preempted"] == 0
+    again = world.add(Sequence(world.sequences[-1].tokens, limit=5))  # it ended last
+    world.finish()
+    assert again.reused == again.prompt_tokens - 1
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -893,9 +1052,9 @@ def test_a_page_of_an_answer_is_stored_when_it_is_full(monkeypatch: pytest.Monke
     sequence = world.add(Sequence([1, 1, 0, 0, 2], limit=50))
     store = world.pool.store
 
-    def counted(tokens: Ids[int], key: Hashable, pages: Ids[int], length: int) -> None:
+    def counted(tokens: Ids[int], key: Hashable, pages: Ids[int], length: int, *of: Any) -> None:
         lengths.append(length)
-        store(tokens, key, pages, length)
+        store(tokens, key, pages, length, *of)
 
     monkeypatch.setattr(world.pool, "store", counted)
     world.finish()

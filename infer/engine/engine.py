@@ -46,6 +46,7 @@ from infer.engine.texts import Scored, Text, Texts
 from infer.engine.token_engine import EngineStats, Step, Timings, TokenEngine
 from infer.engine.turns import Turns
 from infer.engine.verification import Verification
+from infer.engine.windows import WindowPages, window_of
 from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.errors import ModelError, OutOfMemoryError
 from infer.kernels.gpu.adapters import AdapterInfo
@@ -106,9 +107,12 @@ class Engine(TokenEngine):
         )
         prefill = [rows for rows in self.steps.rows.values() if rows > MAX_VEC_ROWS]
         self.pace = Pace(model.config.num_hidden_layers, prefill)
+        windows = None
+        if self.steps.window_pages:
+            windows = WindowPages(self.steps.window_pages, window_of(model.config))
         self.saved = self.steps.saved  # None where no layer has a state
         places = 0 if self.saved is None else options.most_state_places
-        self.pool = PagePool(options.pages, PAGE, snapshots=places)
+        self.pool = PagePool(options.pages, PAGE, snapshots=places, windows=windows)
         self.scheduler = Scheduler(
             self.pool,
             slots=options.max_batch,
@@ -430,9 +434,13 @@ class Engine(TokenEngine):
                 self._read()
             self._is_whole = False
             self._reset()
-            if (pages := -(-self.context // PAGE)) > self.steps.cache.n_pages:
-                self._grow(pages)
-            self.resident.give_pages(0, range(pages))
+            pages, windows = -(-self.context // PAGE), self.steps.window_pages
+            if self._lacks(pages, windows):
+                self._grow(pages, windows)
+            # Pages for a window take turns: there are enough for it and the rows of a step.
+            self.resident.give_pages(
+                0, range(pages), [i % windows for i in range(pages)] if windows else ()
+            )
             try:
                 yield
             finally:
@@ -477,7 +485,7 @@ class Engine(TokenEngine):
             if self.tier is not None:
                 self.tier.take_out(self.submissions.count)
             self._save()
-            if self.pool.touched > self.steps.cache.n_pages and not self._has_grown():
+            if self._lacks(*self._touched) and not self._has_grown():
                 break
             if work is None:
                 break
@@ -490,29 +498,49 @@ class Engine(TokenEngine):
     def _has_grown(self) -> bool:
         """Have memory for all pages that are used. Returns False if there is none: then the answers
         that have pages without memory end with that error, and others go on with an empty cache."""
-        n_pages = self.steps.cache.n_pages
+        n_pages, windows = self._pages
         try:
-            self._grow(self.pool.touched)
+            self._grow(*self._touched)
         except OutOfMemoryError as error:
             for sequence, answer in self._answers.items():
-                if any(page >= n_pages for page in sequence.pages):
+                own = sequence.window_pages[sequence.first_window :]
+                if max(sequence.pages, default=0) >= n_pages or max(own, default=-1) >= windows:
                     answer.error, answer.ended = error, True
             self._recover()
             return False
         return True
 
-    def _grow(self, least: int) -> None:
-        """Have a cache of so many pages, or of half as many more than now. Its first use of each
-        page comes after this. Raises OutOfMemoryError."""
-        now = self.steps.cache.n_pages
-        n_pages = min(self.options.pages, max(least, now + now // 2))
+    @property
+    def _pages(self) -> tuple[int, int]:
+        """Pages that there is memory for: of the cache, and of layers with a window."""
+        windows = self.steps.windows
+        return self.steps.cache.n_pages, 0 if windows is None else windows.n_pages
+
+    @property
+    def _touched(self) -> tuple[int, int]:
+        """As `_pages`: those that there has to be memory for."""
+        windows = self.pool.windows
+        return self.pool.touched, 0 if windows is None else windows.touched
+
+    def _lacks(self, pages: int, windows: int) -> bool:
+        """Whether there is not memory for so many pages, and so many of layers with a window."""
+        now, windows_now = self._pages
+        return pages > now or windows > windows_now
+
+    def _grow(self, least: int, least_windows: int) -> None:
+        """Have memory for so many pages, and so many of layers with a window; of each where that is
+        more than now, for half as many more than now. The first use of each page comes after this.
+        Raises OutOfMemoryError."""
+        now, windows_now = self._pages
+        n_pages = _grown(now, least, self.options.pages)
+        windows = _grown(windows_now, least_windows, self.steps.window_pages)
         # What is recorded binds the smaller buffers.
         self.verification.drop()
         self.decoding.drop()
         self._batch = None
         self.recordings.clear()
         self.texts.forget_recordings()
-        self.steps.grow(n_pages, self.resident.table_length)
+        self.steps.grow(n_pages, self.resident.table_length, windows)
         if self.draft is not None:
             self.draft.grow(n_pages)
 
@@ -550,8 +578,8 @@ class Engine(TokenEngine):
     def _takes(self, pages: Sequence[int]) -> bool:
         """Whether there is memory for these pages, which hold something else from here on."""
         try:
-            if self.pool.touched > self.steps.cache.n_pages:
-                self._grow(self.pool.touched)
+            if self._lacks(*self._touched):
+                self._grow(*self._touched)
         except OutOfMemoryError:
             return False
         if self.draft is not None:
@@ -568,9 +596,12 @@ class Engine(TokenEngine):
                 self._batch = None  # the sequence may have had another slot
                 if isinstance(answer, Answer):
                     self.resident.begin(answer, slot)
-            self.resident.give_pages(slot, part.sequence.pages)
+            self.resident.give_pages(slot, part.sequence.pages, part.sequence.window_pages)
             if part.copy is not None:
                 before += self.steps.cache.copies(*part.copy, part.start % PAGE)
+                if self.steps.windows is not None and part.sequence.window_copy is not None:
+                    of_window = part.sequence.window_copy
+                    before += self.steps.windows.copies(*of_window, part.start % PAGE)
                 if draft is not None:
                     before += draft.copies(*part.copy, part.start % PAGE)
             if part.first and draft is not None:
@@ -656,7 +687,7 @@ class Engine(TokenEngine):
             if len(sequence.pages) != len(resident.pages[slot]):
                 if self.draft is not None:
                     self.draft.forget_pages(sequence.pages[len(resident.pages[slot]) :])
-                resident.give_pages(slot, sequence.pages)
+                resident.give_pages(slot, sequence.pages, sequence.window_pages)
         if self.draft is not None and not work.drafts:
             self.verification.drop()  # nothing is drafted in this step
         prepared = self.verification.take(batch)
@@ -862,6 +893,11 @@ class Engine(TokenEngine):
         self.check_prompt(ids, room=0)
         self.check_adapter(adapter)
         yield from self.texts.logits(ids, adapter, self)
+
+
+def _grown(now: int, least: int, most: int) -> int:
+    """Pages to have memory for, where there have to be at least so many."""
+    return now if least <= now else min(most, max(least, now + now // 2))
 
 
 def _message_ends(ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:

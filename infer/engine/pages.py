@@ -16,11 +16,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Container, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from infer.engine.host_cache import Name, page_name, root_name
 from infer.engine.snapshots import Snapshot, Snapshots
+from infer.engine.windows import WindowPages
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Match:
 
     pages: in order, all of whose positions match. partial: (page, positions), one more of which the
     first positions match, to be copied. snapshot: the place of the state after `length` positions.
-    cached: positions that match, were there a snapshot after them.
+    cached: positions that match, were there a snapshot after them. windows: of layers with a
+    window, the pages beside the last of `pages`, and window_partial: beside `partial`.
     """
 
     pages: tuple[int, ...] = ()
@@ -37,6 +39,8 @@ class Match:
     partial: tuple[int, int] | None = None
     snapshot: int | None = None
     cached: int = 0
+    windows: tuple[int, ...] = ()
+    window_partial: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class _Node:
     start: the position of the first of them. children: sorted by tokens; none are the beginning of
     another's. active: whether the page is referenced, plus the children that are active. twins:
     other pages with the same tokens, all referenced, which need no node. snapshots: of states, by
-    how many of the page's tokens they include.
+    how many of the page's tokens they include. window: the page with these tokens of layers with a
+    window, if it is cached.
     """
 
     key: Hashable
@@ -79,6 +84,7 @@ class _Node:
     active: int = 0
     twins: set[int] = field(default_factory=set)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    window: int | None = None
 
     @cached_property
     def name(self) -> bytes:
@@ -121,6 +127,12 @@ def _tokens(node: _Node) -> tuple[int, ...]:
     return node.tokens
 
 
+def _windows(match: Match) -> list[int]:
+    """All pages of layers with a window in a match."""
+    partial = match.window_partial
+    return [*match.windows, *([] if partial is None else [partial])]
+
+
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
     """How many first tokens are the same."""
     length = 0
@@ -134,12 +146,22 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 class PagePool:
     """All pages of a cache, and the snapshots of states for models whose layers have one."""
 
-    def __init__(self, pages: int, page_size: int, *, snapshots: int = 0) -> None:
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        *,
+        snapshots: int = 0,
+        windows: WindowPages | None = None,
+    ) -> None:
         """snapshots: places for them; 0 where no layer has a state, and any length can be gone on
-        from."""
+        from. windows: the pages of layers with a window, where these have their own; then without
+        snapshots."""
+        assert not (snapshots and windows)
         self.pages, self.page_size = pages, page_size
         self.snapshots = Snapshots(snapshots)
         self._has_states = snapshots > 0
+        self.windows = windows
         self._count = Counter[int]()  # references
         self._free: list[int] = []  # those that were used before, and
         self._unused = 0  # all from here on
@@ -238,17 +260,25 @@ class PagePool:
         self._idle.clear()
         self.snapshots.clear()
         self.unsaved.clear()
+        if self.windows is not None:
+            self.windows.reset()
 
     # The tokens in pages
 
     def match(
-        self, tokens: Sequence[int], key: Hashable, limit: int, uncopied: Container[int] = ()
+        self,
+        tokens: Sequence[int],
+        key: Hashable,
+        limit: int,
+        uncopied: Container[int] = (),
+        uncopied_windows: Container[int] = (),
     ) -> Match:
         """The longest beginning of tokens[:limit] that is cached and, if layers have states, ends
         at a snapshot. key: what else the keys and values depend on. uncopied: pages that are not
-        `partial`. All its pages are retained."""
+        `partial`, and uncopied_windows: that are not `window_partial`. All its pages are
+        retained."""
         limit = min(limit, len(tokens))
-        found = self._match(tokens, key, limit, uncopied)
+        found = self._match(tokens, key, limit, uncopied, uncopied_windows)
         self._lookups += limit
         self._hits += found.length
         if found.snapshot is not None:
@@ -256,11 +286,13 @@ class PagePool:
         self.retain(found.pages)
         if found.partial is not None:
             self.retain(found.partial[:1])
+        if self.windows is not None:
+            self.windows.retain(_windows(found))
         return found
 
     def cached(self, tokens: Sequence[int], key: Hashable) -> int:
         """Returns how much of a prompt is cached now. Nothing is retained, and nothing counted."""
-        return self._match(tokens, key, len(tokens) - 1, ()).length
+        return self._match(tokens, key, len(tokens) - 1, (), ()).length
 
     def path(self, tokens: Sequence[int], key: Hashable) -> tuple[list[int], int]:
         """Returns the whole pages of a prompt that are cached, each retained, and how many of all
@@ -276,15 +308,26 @@ class PagePool:
         if match.partial is not None:
             self.release(match.partial[:1])
         self.release(match.pages)
+        if self.windows is not None:
+            self.windows.release(_windows(match))
 
     def _match(
-        self, tokens: Sequence[int], key: Hashable, limit: int, uncopied: Container[int]
+        self,
+        tokens: Sequence[int],
+        key: Hashable,
+        limit: int,
+        uncopied: Container[int],
+        uncopied_windows: Container[int],
     ) -> Match:
         path, pages, length, closest = self._path(tokens, key, limit, uncopied)
         if self._has_states:
             return self._match_snapshot(tokens, limit, path, pages, length)
         partial = (closest.page, length % self.page_size) if closest is not None else None
-        return Match(tuple(pages), length, partial, None, length)
+        found = Match(tuple(pages), length, partial, None, length)
+        if self.windows is None:
+            return found
+        nodes = [self._nodes[page] for page in (*pages, *([] if partial is None else partial[:1]))]
+        return self._within_windows(found, nodes, self.windows.window, uncopied_windows)
 
     def _path(
         self, tokens: Sequence[int], key: Hashable, limit: int, uncopied: Container[int]
@@ -306,6 +349,30 @@ class PagePool:
             length += self.page_size
             node = closest
         return path, pages, length + common, closest
+
+    def _within_windows(
+        self, found: Match, nodes: Sequence[_Node], window: int, uncopied: Container[int]
+    ) -> Match:
+        """Returns the longest part of a match before whose end a window is cached. nodes: those
+        of its pages, that of `partial` included. Such a part ends with the match, or with a page
+        before one that is not there."""
+        size, end, first = self.page_size, len(nodes), 0
+        while end:
+            length = min(found.length, end * size)
+            first = max(0, length - window) // size
+            own = range(end - 1, first - 1, -1)
+            lacking = next((i for i in own if nodes[i].window is None), None)
+            if lacking is None and length < end * size and nodes[-1].window in uncopied:
+                lacking = end - 1
+            if lacking is None:
+                break
+            end = lacking
+        whole = min(end, len(found.pages))
+        windows = tuple(node.window for node in nodes[first:whole] if node.window is not None)
+        length = min(found.length, end * size)
+        if end > whole:
+            return replace(found, windows=windows, window_partial=nodes[-1].window)
+        return Match(found.pages[:whole], length, None, None, found.cached, windows)
 
     def _match_snapshot(
         self,
@@ -336,14 +403,24 @@ class PagePool:
         key: Hashable,
         pages: Sequence[int],
         length: int | None = None,
+        windows: Sequence[int] = (),
+        first_window: int = 0,
     ) -> None:
         """The first `length` positions (all) of these pages hold these tokens, or will, once what
         is submitted has run. The pages are referenced. Pages that were stored before cost nothing;
-        what others hold already is not stored again."""
-        self._store(tokens, key, pages, len(tokens) if length is None else length)
+        what others hold already is not stored again. windows: the pages beside these of layers with
+        a window, referenced from number first_window on."""
+        length = len(tokens) if length is None else length
+        self._store(tokens, key, pages, length, windows, first_window)
 
     def _store(
-        self, tokens: Sequence[int], key: Hashable, pages: Sequence[int], length: int
+        self,
+        tokens: Sequence[int],
+        key: Hashable,
+        pages: Sequence[int],
+        length: int,
+        windows: Sequence[int] = (),
+        first_window: int = 0,
     ) -> _Node | None:
         """The node that has the last of these tokens."""
         size, count = self.page_size, self.pages_for(length)
@@ -362,7 +439,15 @@ class PagePool:
             assert parent is not None  # the one before
             held = tuple(tokens[i * size : min((i + 1) * size, length)])
             parent = self._put(parent, held, pages[i])
+            if first_window <= i < len(windows):
+                self._cache_window(parent, pages[i], windows[i])
         return parent
+
+    def _cache_window(self, node: _Node, page: int, window: int) -> None:
+        """A page of layers with a window holds the tokens of the node, or of a page that the node
+        covers."""
+        if self.windows is not None and node.window is None and self._nodes.get(page) is node:
+            self.windows.cache(window, node)
 
     def _put(self, parent: _Node, tokens: tuple[int, ...], page: int) -> _Node:
         """The node of a page with these tokens below that parent."""
@@ -396,6 +481,8 @@ class PagePool:
         for snapshot in list(node.snapshots.values()):
             self._tell(snapshot)
             self.snapshots.forget(snapshot)
+        if self.windows is not None:
+            self.windows.forget(node)
         for page in (node.page, *node.twins):
             del self._nodes[page]
         parent = node.parent

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Literal
 
-from infer.engine.pages import PagePool
+from infer.engine.pages import Match, PagePool
 from infer.engine.snapshots import gap
 from infer.kernels.errors import RequestError
 
@@ -48,6 +48,11 @@ class Sequence:
     a step in flight verifies; they count as computed and in_flight once that is read
     (`Scheduler.accept`). followed: positions that a draft model has cached. admitted: when it first
     began, of time.perf_counter().
+
+    Where layers with a window have pages of their own: window_pages are beside `pages`, as many or,
+    while it is prefilled, fewer; those before first_window are not its own any more, or never were.
+    window_copy: of one such page to another, that comes with the copy of its first step. parted:
+    how many first positions it had in common with others when it was last admitted.
     """
 
     def __init__(
@@ -75,6 +80,9 @@ class Sequence:
         self.group: Any = group
         self.ahead, self.shares, self.chunk, self.marks = ahead, shares, chunk, marks
         self.pages: list[int] = []
+        self.window_pages: list[int] = []
+        self.first_window = self.parted = 0
+        self.window_copy: tuple[int, int] | None = None
         self.slot: int | None = None
         self.computed = self.settled = self.in_flight = self.reused = 0
         self.stored = 0  # positions that others can find
@@ -93,6 +101,7 @@ class Sequence:
     def forget(self) -> None:
         """It keeps its tokens, and has nothing on the GPU any more."""
         self.pages, self.slot, self.saves = [], None, []
+        self.window_pages, self.first_window = [], 0
         self.computed = self.settled = self.stored = self.in_flight = self.drafted = 0
         self.draft = ()
 
@@ -185,6 +194,7 @@ class Scheduler:
         self._decoded: dict[Hashable, int] = {}
         self._passed = 0  # steps since the last of a prompt that shorter ones go before
         self._short: Sequence | None = None  # found no room since the last page was released
+        self._chunked: list[Sequence] = []  # that have window pages for rows of the latest prefill
 
     @property
     def idle(self) -> bool:
@@ -284,7 +294,7 @@ class Scheduler:
         is lost, and what was in flight will not be read. Safe in the middle of any other call."""
         self.waiting, self.prefilling, self.running = [], [], []
         self._slots = list(range(self._most))
-        self._short = None
+        self._short, self._chunked = None, []
         self.to_save.clear()
         self.pool.reset()
         for sequence in sequences:
@@ -319,6 +329,8 @@ class Scheduler:
     def _prefill(self, most_rows: int) -> tuple[Prefill, ...]:
         """Chunks of the first sequences whose tokens are not all cached. Each but the last chunk
         ends its prompt."""
+        for sequence in self._chunked:
+            self._slide(sequence, sequence.computed, sequence.computed)
         chunks: list[Prefill] = []
         most = min(self.chunk, most_rows)
         while most > 0 and len(chunks) < self.prompts:
@@ -332,6 +344,7 @@ class Scheduler:
         if chunks:
             self._steps += 1
             self._prefilled = self._steps
+        self._chunked = [chunk.sequence for chunk in chunks]
         return tuple(chunks)
 
     def _chunk(self, most: int, others: Ids[Prefill]) -> Prefill | None:
@@ -355,6 +368,7 @@ class Scheduler:
             if end == until or end - sequence.saved >= gap(end):
                 save = self.pool.store_snapshot(sequence.tokens[:end], sequence.key, sequence.pages)
                 sequence.saved = end
+        self._slide(sequence, start, end)
         sequence.computed = sequence.settled = end
         last = end == length
         self._store(sequence, end, partial=last)
@@ -420,10 +434,17 @@ class Scheduler:
             for chunk in others
             for page in chunk.sequence.pages[chunk.start // pool.page_size :]
         }
-        if match.partial is not None and match.partial[0] in unwritten:
+        windows = {
+            page
+            for chunk in others
+            for page in chunk.sequence.window_pages[chunk.start // pool.page_size :]
+        }
+        if match.partial is not None and (
+            match.partial[0] in unwritten or match.window_partial in windows
+        ):
             most = match.length
             pool.unmatch(match, limit)
-            match = pool.match(sequence.tokens, sequence.key, limit, unwritten)
+            match = pool.match(sequence.tokens, sequence.key, limit, unwritten, windows)
             if most - match.length > COPIED:
                 pool.unmatch(match, limit)
                 return None
@@ -441,6 +462,7 @@ class Scheduler:
         if match.partial is not None:
             copy = (match.partial[0], fresh[0])
             pool.release(match.partial[:1])
+        self._give_windows(sequence, match)
         self.waiting.remove(sequence)
         self.prefilling.append(sequence)
         sequence.state, sequence.slot = "prefill", heappop(self._slots)
@@ -518,7 +540,9 @@ class Scheduler:
             return ()
         pool, draft = self.pool, sequence.draft[: sequence.left - 1]
         more = pool.pages_for(sequence.computed + 1 + len(draft)) - len(sequence.pages)
-        sequence.pages += pool.allocate(max(0, min(more, pool.available))) or ()
+        if fresh := pool.allocate(max(0, min(more, pool.available))):
+            sequence.pages += fresh
+            self._slide(sequence, sequence.computed, len(sequence.pages) * pool.page_size)
         draft = draft[: len(sequence.pages) * pool.page_size - sequence.computed - 1]
         sequence.draft, sequence.drafted = (), len(draft)
         return draft
@@ -527,6 +551,8 @@ class Scheduler:
         """Get a page for its next position. Returns whether there was one."""
         pages = self.pool.allocate(1)
         sequence.pages += pages or []
+        if pages is not None:
+            self._slide(sequence, sequence.computed, sequence.computed + 1)
         return pages is not None
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -535,6 +561,43 @@ class Scheduler:
         self._snapshot(sequence)
         self._leave(sequence, min(sequence.computed, len(sequence.tokens)))
         self._wait(sequence)
+
+    # Pages of layers with a window
+
+    def _give_windows(self, sequence: Sequence, match: Match) -> None:
+        """Those of a match that it begins with, and one that another is copied to."""
+        sequence.window_pages, sequence.window_copy = [], None
+        sequence.first_window = len(match.pages) - len(match.windows)
+        sequence.parted = match.cached
+        if (windows := self.pool.windows) is None:
+            return
+        sequence.window_pages = [0] * sequence.first_window + [*match.windows]
+        if match.window_partial is not None:
+            sequence.window_pages += windows.allocate(1)
+            sequence.window_copy = match.window_partial, sequence.window_pages[-1]
+            windows.release([match.window_partial])
+
+    def _slide(self, sequence: Sequence, start: int, end: int) -> None:
+        """Have such pages for rows from `start` to `end`, and give up those before the window of
+        the first of them. To be called before anything reads or writes these rows' pages."""
+        if (windows := self.pool.windows) is None or sequence.slot is None:
+            return
+        # The row before may be computed again.
+        self._take_windows(sequence, max(0, start - windows.window) // self.pool.page_size)
+        more = self.pool.pages_for(end) - len(sequence.window_pages)
+        sequence.window_pages += windows.allocate(max(0, more))
+
+    def _take_windows(self, sequence: Sequence, end: int) -> None:
+        """Take the pages before number `end` from it. What others may go on from stays longest: the
+        windows before where it parted from them, before its answer and at its end."""
+        if (windows := self.pool.windows) is None or end <= sequence.first_window:
+            return
+        size, window = self.pool.page_size, windows.window
+        places = sequence.parted, sequence.prompt_tokens, sequence.computed
+        for i in range(end - 1, sequence.first_window - 1, -1):
+            is_kept = any(place - window < i * size + size and i * size < place for place in places)
+            windows.release(sequence.window_pages[i : i + 1], passed=not is_kept)
+        sequence.first_window = end
 
     # Both
 
@@ -548,7 +611,8 @@ class Scheduler:
         if not partial:
             known -= known % self.pool.page_size
         if known > sequence.stored and sequence.shares:
-            self.pool.store(sequence.tokens, sequence.key, sequence.pages, known)
+            own = sequence.window_pages, sequence.first_window
+            self.pool.store(sequence.tokens, sequence.key, sequence.pages, known, *own)
             sequence.stored = known
 
     def _leave(self, sequence: Sequence, known: int) -> None:
@@ -561,9 +625,11 @@ class Scheduler:
         (self.running if sequence.state == "running" else self.prefilling).remove(sequence)
         self._store(sequence, known, partial=True)
         self.pool.release(sequence.pages)
+        self._take_windows(sequence, len(sequence.window_pages))
         assert sequence.slot is not None
         heappush(self._slots, sequence.slot)
         sequence.pages, sequence.slot = [], None
+        sequence.window_pages, sequence.first_window = [], 0
         sequence.computed, sequence.settled, sequence.draft = 0, 0, ()
         self._short = None
 
