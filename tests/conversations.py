@@ -11,9 +11,9 @@ import numpy as np
 from engines import build_engine
 from reference_models import load
 
-from infer.engine import scheduler
 from infer.engine.answers import Answer
 from infer.engine.engine import Engine
+from infer.engine.prefixes import common_length
 from infer.kernels.gpu.device import Device
 from infer.sampling import SamplingParams
 
@@ -45,7 +45,7 @@ class Agents:
         """Returns the answer as the next request has it. Little of what the request shares with an
         earlier one is computed again."""
         prompt = [*chain.from_iterable(messages)]
-        common = max((scheduler.common_length(prompt, own) for own in self.seen), default=0)
+        common = max((common_length(prompt, own) for own in self.seen), default=0)
         (answer,) = self.ask_at_once([messages])
         assert self.computed - (len(prompt) - common) <= max(BEARABLE, common // PART)
         return answer

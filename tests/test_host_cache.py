@@ -11,8 +11,9 @@ import pytest
 from conversations import BEARABLE, Agents, agents_of
 
 from infer.engine import host_tier, scheduler, snapshots
-from infer.engine.host_cache import Found, HostCache, Name, page_names
+from infer.engine.host_cache import Found, HostCache, Name
 from infer.engine.options import EngineOptions
+from infer.engine.prefixes import common_length, page_names
 from infer.kernels.errors import RequestError
 from infer.kernels.gpu.device import Device
 from infer.kernels.state.kv_cache import PAGE
@@ -35,6 +36,15 @@ def kept(cache: HostCache, tokens: list[int], key: Any = None) -> list[Name]:
     for i, name in enumerate(found):
         cache.put(name, data(i))
     return found
+
+
+def test_how_much_is_common() -> None:
+    a = list(range(300))
+    for n in (0, 1, 15, 16, 17, 31, 32, 33, 100, 299, 300):
+        for more in (0, 1, 50):
+            b = [*a[:n], *[-1] * more]
+            assert common_length(a, b) == common_length(b, a) == n
+            assert common_length(tuple(a), tuple(b)) == n
 
 
 def test_the_longest_beginning_is_found() -> None:

@@ -6,7 +6,6 @@ besides these: a page is found below the name of the page before it, wherever th
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -14,27 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.engine.prefixes import common_length, page_names
+
 Bytes = NDArray[np.uint8]
-
-
-def root_name(key: Hashable) -> bytes:
-    """Returns the name of the beginning of all texts with a key, which is made of texts, numbers
-    and None."""
-    return hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
-
-
-def page_name(before: bytes, tokens: Sequence[int]) -> bytes:
-    """Returns the name of a page of tokens behind the page of that name."""
-    own = np.asarray(tokens, np.uint32).tobytes()
-    return hashlib.blake2b(own, digest_size=16, key=before).digest()
-
-
-def page_names(tokens: Sequence[int], key: Hashable, page_size: int) -> list[bytes]:
-    """Returns the name of the beginning, and of each whole page."""
-    names = [root_name(key)]
-    for end in range(page_size, len(tokens) + 1, page_size):
-        names.append(page_name(names[-1], tokens[end - page_size : end]))
-    return names
 
 
 @dataclass(frozen=True)
@@ -128,8 +109,8 @@ class HostCache:
         for at in range(first, len(names)):
             rest = tuple(tokens[at * page_size : (at + 1) * page_size])
             behind = self._behind.get((names[at], False), ())
-            best = max(behind, key=lambda own: _common(own, rest), default=())
-            common = _common(best, rest)
+            best = max(behind, key=lambda own: common_length(own, rest), default=())
+            common = common_length(best, rest)
             if at * page_size + common > reach:
                 pages.append(Name(names[at], best))
                 reach = at * page_size + common
@@ -146,10 +127,3 @@ class HostCache:
                 needed = -(-length // page_size) - first if length > cached else 0
                 return Found(length, tuple(pages[:needed]), Name(names[at], own, is_state=True))
         return Found(0, ())
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns how many first tokens are the same."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )

@@ -19,7 +19,8 @@ from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from infer.engine.host_cache import Name, page_name, root_name
+from infer.engine.host_cache import Name
+from infer.engine.prefixes import common_length, page_name, root_name
 from infer.engine.snapshots import Snapshot, Snapshots
 from infer.engine.windows import WindowPages
 
@@ -110,7 +111,7 @@ class _Node:
         length = 0
         for side in (range(at - 1, -1, -1), range(at, len(children))):
             child = next((children[i] for i in side if children[i].page not in avoid), None)
-            if child is not None and (n := _common(child.tokens, tokens)) > length:
+            if child is not None and (n := common_length(child.tokens, tokens)) > length:
                 best, length = child, n
         return best, length
 
@@ -131,16 +132,6 @@ def _windows(match: Match) -> list[int]:
     """All pages of layers with a window in a match."""
     partial = match.window_partial
     return [*match.windows, *([] if partial is None else [partial])]
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first tokens are the same."""
-    length = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        length += 1
-    return length
 
 
 class PagePool:

@@ -21,6 +21,7 @@ from heapq import heappop, heappush
 from typing import Any, Literal
 
 from infer.engine.pages import Match, PagePool
+from infer.engine.prefixes import common_length
 from infer.engine.snapshots import gap
 from infer.kernels.errors import RequestError
 
@@ -640,18 +641,6 @@ def _fits(sequence: Sequence, others: Ids[Prefill]) -> bool:
         sequence.group == chunk.sequence.group and sequence.limit and chunk.sequence.limit
         for chunk in others[:1]
     )
-
-
-def common_length(a: Ids[int], b: Ids[int]) -> int:
-    """Returns how many first tokens of two lists are equal."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:  # the first `low` are equal, and not more than `high` can be
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:
