@@ -1173,7 +1173,8 @@ def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = (
         "--port 0 --context 512 --quantize q4 --dtype f16 --kv-dtype q8 --device 1 --max-batch 3"
     )
-    flags += " --cache-memory 1.5GiB --invariant --adapter sql=a/b --adapter law=./c=d --offline"
+    flags += " --cache-memory 1.5GiB --host-cache 8GiB --invariant --offline"
+    flags += " --adapter sql=a/b --adapter law=./c=d"
     done = invoke("org/name", *flags.split())
     assert (done.exit_code, done.stderr) == (1, "error: seen enough\n")
     expected = {
@@ -1186,6 +1187,7 @@ def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "device": "1",
         "max_batch": 3,
         "cache_memory": 3 << 29,
+        "host_cache": 8 << 30,
         "invariant": True,
         "adapters": {"sql": "a/b", "law": "./c=d"},
         "offline": True,

@@ -29,6 +29,8 @@ from infer.engine.answers import Answer
 from infer.engine.constraint import Constraint
 from infer.engine.decoding import Batch, Decoding, Parts
 from infer.engine.draft import DraftModel, Known, Loaded
+from infer.engine.host_cache import HostCache
+from infer.engine.host_tier import HostTier, Restore
 from infer.engine.masks import Masks
 from infer.engine.options import MAX_BATCH, EngineOptions
 from infer.engine.pace import Pace
@@ -151,6 +153,18 @@ class Engine(TokenEngine):
         )
         self.decoding = Decoding(parts)
         self.verification = Verification(speculation, drafts, parts)
+        self.tier: HostTier | None = None
+        if options.host_cache:
+            self.tier = HostTier(
+                self.steps,
+                self.pool,
+                self.queue,
+                HostCache(options.host_cache),
+                lambda rows, at: self.pace.seconds(rows, at) if self.pace.known else 0.0,
+                self._takes,
+            )
+        # Answers whose pages come back from the host, before they are added to the scheduler.
+        self._restoring: deque[tuple[Restore, Answer | Text]] = deque()
         self._is_whole = True  # False during a change that an interrupt would cut in half
         self._read_at = 0.0  # when the last step was read
         self._forget_rows()
@@ -386,6 +400,7 @@ class Engine(TokenEngine):
             drafted,
             accepted,
             self.options.kv_dtype,
+            None if self.tier is None else self.tier.cache.stats,
         )
 
     def _wanted(self, sequences: Sequence[scheduler.Sequence]) -> int:
@@ -456,6 +471,7 @@ class Engine(TokenEngine):
     def _fill(self) -> None:
         """Submit as many steps as may be in flight."""
         in_flight = self.submissions.in_flight
+        self._bring_back()
         while len(in_flight) < self.options.ahead and not self.decoding.is_held:
             if in_flight and in_flight[-1].prefilled and not self.pace.known:
                 break  # its time is to be measured first
@@ -466,6 +482,8 @@ class Engine(TokenEngine):
                 rows = most(self.scheduler.next_position)
                 rows = self.pace.filled(rows, self.scheduler.shared_rows)
             work = self.scheduler.next(rows)
+            if self.tier is not None:
+                self.tier.take_out(self.submissions.count)
             self._save()
             if self._lacks(*self._touched) and not self._has_grown():
                 break
@@ -475,6 +493,7 @@ class Engine(TokenEngine):
                 self._decode(work)
             else:
                 self._prefill(work)
+            self.pool.unsaved.clear()
 
     def _has_grown(self) -> bool:
         """Have memory for all pages that are used. Returns False if there is none: then the answers
@@ -531,9 +550,41 @@ class Engine(TokenEngine):
             if answer.cancelled:
                 self._end(answer)
             elif answer.sequence not in self._answers:
-                self.scheduler.add(answer.sequence)
                 self._answers[answer.sequence] = answer
+                sequence = answer.sequence
+                restore = None
+                if self.tier is not None and sequence.shares:
+                    restore = self.tier.plan(sequence.tokens, sequence.key)
+                if restore is None:
+                    self.scheduler.add(sequence)
+                else:
+                    self._restoring.append((restore, answer))
             self._inbox.popleft()
+
+    def _bring_back(self) -> None:
+        """Bring some of what the first prompt needs back from host memory."""
+        if not self._restoring:
+            return
+        assert self.tier is not None
+        restore, answer = self._restoring[0]
+        if answer.ended:
+            self.tier.drop(restore)
+        elif not self.tier.bring(restore, self.submissions.count):
+            return
+        self._restoring.popleft()
+        if not answer.ended:
+            self.scheduler.add(answer.sequence)
+
+    def _takes(self, pages: Sequence[int]) -> bool:
+        """Whether there is memory for these pages, which hold something else from here on."""
+        try:
+            if self._lacks(*self._touched):
+                self._grow(*self._touched)
+        except OutOfMemoryError:
+            return False
+        if self.draft is not None:
+            self.draft.forget_pages(pages)
+        return True
 
     def _prefill(self, work: Sequence[Prefill]) -> None:
         """Chunks of several prompts, or of one."""
@@ -669,6 +720,8 @@ class Engine(TokenEngine):
         self._is_whole = False
         self.submissions.in_flight.popleft()
         now = time.perf_counter()
+        if self.tier is not None:
+            self.tier.collect(self.submissions.count - len(self.submissions.in_flight))
         if step.prefilled:
             count, position = step.prefilled
             self.pace.measured(count, now - max(step.since, self._read_at), position)
@@ -796,6 +849,11 @@ class Engine(TokenEngine):
 
     def _reset(self) -> None:
         """Begin anew with an empty cache and nothing in flight."""
+        if self.tier is not None:
+            self.tier.forget()
+            for _, answer in self._restoring:
+                self.scheduler.add(answer.sequence)
+            self._restoring.clear()
         for sequence, answer in list(self._answers.items()):
             if isinstance(answer, Answer) and answer.sequence is sequence:
                 answer.mend()

@@ -17,7 +17,9 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+from infer.engine.host_cache import Name, page_name, root_name
 from infer.engine.snapshots import Snapshot, Snapshots
 from infer.engine.windows import WindowPages
 
@@ -83,6 +85,18 @@ class _Node:
     twins: set[int] = field(default_factory=set)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     window: int | None = None
+
+    @cached_property
+    def name(self) -> bytes:
+        """Stands for all tokens up to the end of this page, which is full."""
+        if self.parent is None:
+            return root_name(self.key)
+        path = [self]  # a long one is too deep for recursion
+        while (parent := path[-1].parent) is not None and "name" not in vars(parent):
+            path.append(parent)
+        while len(path) > 1:
+            path.pop().name  # noqa: B018
+        return page_name(self.parent.name, self.tokens)
 
     def closest(
         self, tokens: tuple[int, ...], avoid: Container[int] = ()
@@ -156,6 +170,9 @@ class PagePool:
         # Nodes that are not active, in the order in which they became so: children before parents.
         self._idle: OrderedDict[int, _Node] = OrderedDict()
         self._hits = self._lookups = 0
+        # Pages and places of states that are given to others from now on, if that is to be told.
+        self.evicted: list[tuple[Name, int]] | None = None
+        self.unsaved = set[int]()  # places whose states have not been saved yet
 
     # Pages
 
@@ -196,7 +213,11 @@ class PagePool:
         self._free += fresh[::-1]
         self._unused += len(fresh)
         while len(self._free) < count:
-            self._remove(next(iter(self._idle.values())))
+            node = next(iter(self._idle.values()))
+            if self.evicted is not None:
+                assert node.parent is not None  # a root has no page
+                self.evicted.append((Name(node.parent.name, node.tokens), node.page))
+            self._remove(node)
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._count[page] = 1
@@ -238,6 +259,7 @@ class PagePool:
         self._nodes.clear()
         self._idle.clear()
         self.snapshots.clear()
+        self.unsaved.clear()
         if self.windows is not None:
             self.windows.reset()
 
@@ -272,6 +294,13 @@ class PagePool:
         """Returns how much of a prompt is cached now. Nothing is retained, and nothing counted."""
         return self._match(tokens, key, len(tokens) - 1, (), ()).length
 
+    def path(self, tokens: Sequence[int], key: Hashable) -> tuple[list[int], int]:
+        """Returns the whole pages of a prompt that are cached, each retained, and how many of all
+        positions are, without regard to snapshots."""
+        pages, length = self._path(tokens, key, len(tokens), ())[1:3]
+        self.retain(pages)
+        return pages, length
+
     def unmatch(self, match: Match, limit: int) -> None:
         """Release what a `match` up to `limit` has found, as if nobody had asked."""
         self._lookups -= limit
@@ -290,6 +319,21 @@ class PagePool:
         uncopied: Container[int],
         uncopied_windows: Container[int],
     ) -> Match:
+        path, pages, length, closest = self._path(tokens, key, limit, uncopied)
+        if self._has_states:
+            return self._match_snapshot(tokens, limit, path, pages, length)
+        partial = (closest.page, length % self.page_size) if closest is not None else None
+        found = Match(tuple(pages), length, partial, None, length)
+        if self.windows is None:
+            return found
+        nodes = [self._nodes[page] for page in (*pages, *([] if partial is None else partial[:1]))]
+        return self._within_windows(found, nodes, self.windows.window, uncopied_windows)
+
+    def _path(
+        self, tokens: Sequence[int], key: Hashable, limit: int, uncopied: Container[int]
+    ) -> tuple[set[_Node], list[int], int, _Node | None]:
+        """Returns the nodes of the whole pages that match, these pages, how many positions match,
+        and the node with the last of them, if its page is not whole or does not match wholly."""
         node, pages, length = self._roots.get(key), list[int](), 0
         path = set[_Node]()
         closest, common = None, 0
@@ -304,14 +348,7 @@ class PagePool:
             pages.append(closest.page)
             length += self.page_size
             node = closest
-        if self._has_states:
-            return self._match_snapshot(tokens, limit, path, pages, length + common)
-        partial = (closest.page, common) if closest is not None else None
-        found = Match(tuple(pages), length + common, partial, None, length + common)
-        if self.windows is None:
-            return found
-        nodes = [self._nodes[page] for page in (*pages, *([] if partial is None else partial[:1]))]
-        return self._within_windows(found, nodes, self.windows.window, uncopied_windows)
+        return path, pages, length + common, closest
 
     def _within_windows(
         self, found: Match, nodes: Sequence[_Node], window: int, uncopied: Container[int]
@@ -442,6 +479,7 @@ class PagePool:
         assert node.parent is not None
         assert not node.children
         for snapshot in list(node.snapshots.values()):
+            self._tell(snapshot)
             self.snapshots.forget(snapshot)
         if self.windows is not None:
             self.windows.forget(node)
@@ -456,6 +494,15 @@ class PagePool:
         self._idle.pop(node.page, None)
         if parent.parent is None and not parent.children:
             del self._roots[parent.key]
+
+    def _tell(self, snapshot: Snapshot) -> None:
+        """The place of a state is about to be another's."""
+        if self.evicted is not None and snapshot.place not in self.unsaved:
+            node = snapshot.page
+            assert isinstance(node, _Node)
+            assert node.parent is not None
+            tokens = node.tokens[: snapshot.offset]
+            self.evicted.append((Name(node.parent.name, tokens, is_state=True), snapshot.place))
 
     def _forget_twin(self, page: int, node: _Node) -> None:
         node.twins.remove(page)
@@ -488,4 +535,7 @@ class PagePool:
         node = self._store(tokens, key, pages, len(tokens))
         if node is None or not self._has_states:
             return None
-        return self.snapshots.save(node, (len(tokens) - 1) % self.page_size + 1)
+        place = self.snapshots.save(node, (len(tokens) - 1) % self.page_size + 1, self._tell)
+        if place is not None:
+            self.unsaved.add(place)
+        return place

@@ -8,7 +8,7 @@ before it and itself from being computed again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -96,9 +96,12 @@ class Snapshots:
             at.used = self._now
             at = at.before
 
-    def save(self, page: Page, offset: int) -> int | None:
+    def save(
+        self, page: Page, offset: int, tell: Callable[[Snapshot], None] | None = None
+    ) -> int | None:
         """Returns the place in which to save the state after the first `offset` tokens of a page;
-        None if it is saved already, or if all that is saved is worth more."""
+        None if it is saved already, or if all that is saved is worth more. tell: called with what
+        goes for it."""
         if (saved := page.snapshots.get(offset)) is not None:
             self.use(saved.place)
             return None
@@ -111,6 +114,8 @@ class Snapshots:
             if least is new:
                 self._unlink(new)
                 return None
+            if tell is not None:
+                tell(least)
             self.forget(least)
         new.place = self._free.pop()
         self._all[new.place] = page.snapshots[offset] = new

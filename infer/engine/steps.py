@@ -29,7 +29,7 @@ from infer.kernels.ops.rope import Rope
 from infer.kernels.state.hidden import HiddenStates
 from infer.kernels.state.kv_cache import PAGE, KVCache, LayerCache
 from infer.kernels.state.layer_state import Cache, LayerState
-from infer.kernels.state.saved_states import SavedStates
+from infer.kernels.state.saved_states import SavedStates, State
 from infer.kernels.state.step import MAX_PROMPTS, step_bytes
 from infer.models.blocks.decoder import Decoder, before_head
 from infer.models.blocks.mtp import Predictor
@@ -134,24 +134,23 @@ class Steps:
             (local if window else self.rope) if rotated else None
             for window, rotated in zip(c.windows, c.rope_layers, strict=True)
         ]
-        states = [cache for cache in self.caches if isinstance(cache, LayerState)]
-        parts = [part for state in states for part in state.parts]
+        states: list[State] = [cache for cache in self.caches if isinstance(cache, LayerState)]
         self._ways = (False, True) if adapters.names else (False,)  # by row, or not
         self._traced = model.forward(weights, self.ropes, self.caches)
         self._also: tuple[Value, ...] = ()  # what steps do besides
         if predictor is not None:
             behind, own_weights = predictor
             self.last_hidden = HiddenStates.new(device, c.hidden_size, max_batch)
-            parts += [self.last_hidden.part] if parts else []
+            states += [self.last_hidden] if states else []
             self.predicted = replace(self.cache.layers[-1], first=1)
             of = own_weights, self.rope, self.predicted
             self._also = tuple(behind.of(self.last_hidden).beside(self._traced, weights, *of))
         elif isinstance(model, Predictor):
             self._also = tuple(model.also(self._traced))
         self.saved: SavedStates | None = None
-        if parts:
+        if states:
             places = min(2 * max_batch, options.most_state_places)
-            self.saved = SavedStates(device, parts, places)
+            self.saved = SavedStates(device, states, places)
         values = Graph(self._traced, self._also).values
         for changes in (adapters.always, adapters.by_row):
             _check_projections(values, weights, changes)

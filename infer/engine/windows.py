@@ -38,11 +38,13 @@ def pages_in_use(window: int, sequences: int, rows: int, page: int = PAGE) -> in
 
 def window_pages(config: DecoderConfig, options: EngineOptions) -> int:
     """Returns how many pages the layers with a window have at most; 0 where all layers share one
-    pool, because none has a window or because its pages would be no fewer than all others.
+    pool, because none has a window, because its pages would be no fewer than all others, or because
+    pages go to host memory, where they are whole.
 
     They are those in use, and some for windows of cached prefixes: as many as there are answers at
     once, or more where the context is long: a page for each 16 of the other layers."""
-    if not (window := window_of(config)):
+    window = window_of(config)
+    if not window or options.host_cache:
         return 0
     used = pages_in_use(window, options.max_batch, max(16, options.prefill_chunk))
     kept = max(options.max_batch, _LEAST_KEPT) * (-(-window // PAGE) + 1)

@@ -73,6 +73,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     kv_dtype: str = "f16"
     max_batch: int = 8
     cache_memory: int | None = None
+    host_cache: int | None = None
     invariant: bool = False
     speculate: str | None = None
     draft: str | None = None

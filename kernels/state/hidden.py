@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infer.kernels.gpu.device import Buffer, Device
-from infer.kernels.state.saved_states import Part
+from infer.kernels.gpu.record import Piece
 
 RECENT = 16  # positions: more than a step that verifies drafts has rows, and the one before them
 
@@ -23,10 +23,10 @@ class HiddenStates:
         """Raises OutOfMemoryError."""
         return cls(width, device.buffer(sequences * _nbytes(width), label="last hidden states"))
 
-    @property
-    def part(self) -> Part:
-        """What is saved of a sequence."""
-        return Part(self.buffer, _nbytes(self.width))
+    def pieces(self, sequence: int) -> list[Piece]:
+        """Returns where the states of a sequence lie."""
+        nbytes = _nbytes(self.width)
+        return [Piece(self.buffer, sequence * nbytes, nbytes)]
 
 
 def _nbytes(width: int) -> int:

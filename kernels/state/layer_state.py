@@ -19,8 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.record import Piece
 from infer.kernels.state.kv_cache import LayerCache
-from infer.kernels.state.saved_states import Part
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ class LayerState:
         )
         return cls(shape, buffers, recent, recent_rows)
 
-    @property
-    def parts(self) -> list[Part]:
-        """What is saved of a sequence."""
-        return [Part(*own) for own in zip(self.buffers, self.shape.sizes, strict=True)]
+    def pieces(self, sequence: int) -> list[Piece]:
+        """Returns where the state of a sequence lies."""
+        own = zip(self.buffers, self.shape.sizes, strict=True)
+        return [Piece(buffer, sequence * nbytes, nbytes) for buffer, nbytes in own]
 
     @property
     def inputs(self) -> Buffer:

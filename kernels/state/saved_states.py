@@ -4,27 +4,27 @@ on that begin alike."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Protocol
 
 from infer.kernels.gpu.device import Buffer, Device
-from infer.kernels.gpu.record import Copy
+from infer.kernels.gpu.record import Copy, Piece
 
 
-class Part(NamedTuple):
-    """One buffer of the states of all sequences, of `nbytes` for each, one behind the other."""
+class State(Protocol):
+    """What is kept of each sequence."""
 
-    buffer: Buffer
-    nbytes: int
+    def pieces(self, sequence: int) -> list[Piece]:
+        """Returns where it lies, of the same sizes for all sequences."""
 
 
 class SavedStates:
-    """Copies of all parts of a sequence's state, in numbered places. A place is one buffer: the
-    parts, one behind the other. It has memory from its first use on, the first few at once."""
+    """Copies of some states of a sequence, in numbered places. A place is one buffer: the states,
+    one behind the other. It has memory from its first use on, the first few at once."""
 
-    def __init__(self, device: Device, parts: Sequence[Part], places: int) -> None:
+    def __init__(self, device: Device, states: Sequence[State], places: int) -> None:
         """places: that have memory at once. Raises OutOfMemoryError."""
-        self._device, self._parts = device, tuple(parts)
-        self.nbytes = sum(part.nbytes for part in parts)  # of a place
+        self._device, self._states = device, tuple(states)
+        self.nbytes = sum(piece.nbytes for state in states for piece in state.pieces(0))
         self._buffers: list[Buffer] = []
         self.reserve(places)
 
@@ -39,12 +39,17 @@ class SavedStates:
             label = f"saved state {len(self._buffers)}"
             self._buffers.append(self._device.buffer(self.nbytes, label=label))
 
+    def pieces(self, place: int) -> list[Piece]:
+        """Returns where a saved state lies."""
+        return [Piece(self._buffers[place], 0, self.nbytes)]
+
     def copies(self, sequence: int, place: int, *, back: bool) -> list[Copy]:
         """Returns the copies that save the state of a sequence in a place or, with back, restore
         it."""
         found, at = list[Copy](), 0
-        for buffer, nbytes in self._parts:
-            ends = (buffer, sequence * nbytes), (self._buffers[place], at)
-            found.append(Copy(*(ends[::-1] if back else ends), nbytes))
-            at += nbytes
+        for state in self._states:
+            for buffer, offset, nbytes in state.pieces(sequence):
+                ends = (buffer, offset), (self._buffers[place], at)
+                found.append(Copy(*(ends[::-1] if back else ends), nbytes))
+                at += nbytes
         return found
