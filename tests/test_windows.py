@@ -16,6 +16,8 @@ from reference_models import TOLERANCE, load, relative_error
 import infer
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
+from infer.engine.pages import Match
+from infer.engine.scheduler import Scheduler, Sequence
 from infer.kernels.errors import OutOfMemoryError
 from infer.kernels.gpu.device import Buffer, Device, DryDevice, Limits
 from infer.kernels.state.kv_cache import PAGE
@@ -171,6 +173,71 @@ def test_too_few_pages(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     found = together(engine, prompts, [180] * 4)
     assert engine.stats().preemptions > 0
     assert found == together(made("gemma3_text", apart=False, **options), prompts, [180] * 4)
+
+
+def forget_windows(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    """Let every page that a sequence has no more, or never had, be one that is not a number; and
+    all of the cache that is not written."""
+    windows, cache = engine.pool.windows, engine.steps.windows
+    assert windows is not None
+    assert cache is not None
+    engine.forget()
+    for own in (engine.steps.cache, cache):
+        for layer in own.layers:
+            for buffer in (layer.keys, layer.values):
+                nan = np.full(buffer.nbytes // 4, np.nan, np.float32)
+                engine.device.write(buffer, nan)
+    windows.pages -= 1
+    take, give = Scheduler._take_windows, Scheduler._give_windows
+
+    def taken(self: Scheduler, sequence: Sequence, end: int) -> None:
+        take(self, sequence, end)
+        first = min(sequence.first_window, len(sequence.window_pages))
+        sequence.window_pages[:first] = [windows.pages] * first
+
+    def given(self: Scheduler, sequence: Sequence, match: Match) -> None:
+        give(self, sequence, match)
+        sequence.window_pages[: sequence.first_window] = [windows.pages] * sequence.first_window
+
+    monkeypatch.setattr(Scheduler, "_take_windows", taken)
+    monkeypatch.setattr(Scheduler, "_give_windows", given)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"invariant": False, "prefill_chunk": 256, "max_batch": 4},
+        {},
+        {"invariant": False, "speculate": "lookup", "max_batch": 4},
+        {"invariant": False, "fuse": False},
+    ],
+    ids=["prefill", "invariant", "drafts", "unfused"],
+)
+@pytest.mark.parametrize("weak", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_before_the_window_is_never_read(
+    own_device: Device,
+    least_device: Device,
+    case: str,
+    weak: bool,
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By any kernel: what the page table has there is not a number."""
+    device = least_device if weak else own_device
+    with device.scope():
+        engine = build_engine(device, write(case, tmp_path / case, 100), **OPTIONS | options)
+        prompts = [text(engine, i, 450 + 30 * i) for i in range(engine.slots)]
+        prompts[-1] = [*prompts[0][:400], *prompts[-1][:200]]
+        expected = together(engine, prompts, [80] * len(prompts))
+        of_all = scores(engine, prompts[0])
+        forget_windows(monkeypatch, engine)
+        assert together(engine, prompts, [80] * len(prompts)) == expected
+        np.testing.assert_array_equal(scores(engine, prompts[0]), of_all)
+        # And with what is cached.
+        talks = [[*p, *own, 1, 2, 3] for p, own in zip(prompts, expected, strict=True)]
+        assert np.isfinite(answer(engine, talks[0], 80).logits).all()
 
 
 def test_no_memory_for_more_windows(
