@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, islice
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 import numpy as np
@@ -755,6 +756,50 @@ class LLM(Uncopied):
         import asyncio
 
         return await asyncio.to_thread(self.score, prompt, continuations, adapter=adapter)
+
+    @checked()
+    def save_cache(
+        self,
+        path: str | Path,
+        prompt: Prompt,
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Compute a prompt, unless the cache has it, and save what the cache has of it in a file,
+        from which `load_cache` lets prompts go on that begin alike, also in another process.
+
+        Returns how many tokens of the prompt are saved: all, or with models whose layers have
+        states those up to the last state. adapter, cache_salt: as for `stream`. template_args: for
+        messages. Raises RequestError where the file cannot be written."""
+        self._check_open()
+        self._engine.check_adapter(adapter)
+        _check_salt(cache_salt)
+        _check_template_args(template_args)
+        ids = self.encode(prompt, **(template_args or {}))
+        self._engine.check_prompt(ids)
+        of = str(Path(path).absolute()), ids, adapter, cache_salt
+        with self._call():
+            (length,) = self._engine.save_cache(*of)
+        return length
+
+    @checked()
+    def load_cache(
+        self, path: str | Path, *, adapter: str | None = None, cache_salt: str | None = None
+    ) -> int:
+        """Let prompts go on from what `save_cache` has saved in a file, as if it had just been
+        computed. Returns how many tokens that are.
+
+        adapter: as when it was saved. cache_salt: those who give the same find it. Raises
+        RequestError for a file that cannot be read, that is damaged or none, and that another
+        model, quantisation, `kv_dtype`, adapter or version of infer has made."""
+        self._check_open()
+        self._engine.check_adapter(adapter)
+        _check_salt(cache_salt)
+        with self._call():
+            (length,) = self._engine.load_cache(str(Path(path).absolute()), adapter, cache_salt)
+        return length
 
     @checked()
     def encode(self, prompt: Prompt, /, **template_args: Any) -> list[int]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conversations import BEARABLE, Agents, agents_of
 
+import infer
 from infer.engine import host_tier, scheduler, snapshots
 from infer.engine.host_cache import Found, HostCache, Name
 from infer.engine.options import EngineOptions
@@ -195,6 +196,13 @@ def test_no_memory_for_pages_means_that_they_are_computed(
         assert agents.computed > 150
         assert restored(agents) == 0
         assert engine.pool.stats.in_use == 0
+
+
+def test_a_model_is_loaded_with_it() -> None:
+    with infer.load("demo", context=64, max_batch=1, host_cache="16MiB") as llm:
+        stats = llm.stats().host_cache
+    assert stats is not None
+    assert stats.capacity == 16 << 20
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "1"])

@@ -78,6 +78,22 @@ def test_answers_are_the_same(here: LLM, there: LLM) -> None:
     assert there.stats().memory.allocated > 0
 
 
+def test_the_cache_of_one_is_a_file_for_the_other(
+    here: LLM, there: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # whatever the worker's folder is
+    story = STORY * 9
+    saved = there.save_cache("story.cache", story, cache_salt="there")
+    assert saved == len(there.encode(story))
+    assert here.load_cache(tmp_path / "story.cache", cache_salt="from there") == saved
+    result = here.generate(story + " The", max_tokens=1, cache_salt="from there")
+    assert result.timings.reused_tokens > saved - 3
+    (tmp_path / "story.cache").write_text("nothing")
+    for llm in (here, there):
+        with pytest.raises(infer.RequestError, match=r"cannot be read from .*story\.cache"):
+            llm.load_cache("story.cache")
+
+
 def _said(given: Any) -> Any:
     each = given if isinstance(given, list) else [given]
     return [(r.text, r.token_ids, r.finish_reason, r.logprobs) for r in each]

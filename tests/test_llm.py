@@ -1585,3 +1585,18 @@ def test_too_few_threads_are_said(monkeypatch: pytest.MonkeyPatch, allowed: int)
             infer.load(DEMO)
     assert threading.enumerate() == threads
     assert native_objects() == before
+
+
+def test_the_cache_of_a_prompt_goes_through_a_file(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "story.cache"
+    story = "Once upon a time, a little fox found a red kite. " * 8
+    length = llm.save_cache(path, story, cache_salt="mine")
+    assert length == len(llm.encode(story))
+    assert llm.load_cache(str(path), cache_salt="yours") == length
+    result = llm.generate(story + "The", max_tokens=2, cache_salt="yours")
+    assert result.timings.reused_tokens >= length - 2
+    messages: Any = [{"role": "user", "content": story}]
+    assert llm.save_cache(path, messages, cache_salt="mine") > 0
+    for wrong in ({"cache_salt": 3}, {"adapter": "none"}):
+        with pytest.raises(infer.RequestError):
+            llm.load_cache(path, **wrong)  # type: ignore[arg-type]

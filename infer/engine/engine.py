@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import reduce
 from itertools import accumulate
 from operator import or_
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 
 from infer.engine import scheduler
 from infer.engine.answers import Answer
+from infer.engine.cache_file import CacheFiles
 from infer.engine.constraint import Constraint
 from infer.engine.decoding import Batch, Decoding, Parts
 from infer.engine.draft import DraftModel, Known, Loaded
@@ -153,16 +155,15 @@ class Engine(TokenEngine):
         )
         self.decoding = Decoding(parts)
         self.verification = Verification(speculation, drafts, parts)
-        self.tier: HostTier | None = None
-        if options.host_cache:
-            self.tier = HostTier(
-                self.steps,
-                self.pool,
-                self.queue,
-                HostCache(options.host_cache),
-                lambda rows, at: self.pace.seconds(rows, at) if self.pace.known else 0.0,
-                self._takes,
-            )
+        self.tier = HostTier(
+            self.steps,
+            self.pool,
+            self.submissions,
+            HostCache(options.host_cache),
+            lambda rows, at: self.pace.seconds(rows, at) if self.pace.known else 0.0,
+            self._takes,
+        )
+        self.files = CacheFiles(self)
         # Answers whose pages come back from the host, before they are added to the scheduler.
         self._restoring: deque[tuple[Restore, Answer | Text]] = deque()
         self._is_whole = True  # False during a change that an interrupt would cut in half
@@ -375,6 +376,23 @@ class Engine(TokenEngine):
         """A block in which only this thread makes steps."""
         return self.turns.turn()
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A block in which this thread has the turn and changes what is cached. An interrupt in it
+        empties the cache."""
+        with self.turn():
+            if not self._is_whole:
+                self._recover()
+            self._is_whole = False
+            self.tier.take_out()
+            self._save()
+            yield
+            self._is_whole = True
+
+    def key_of(self, ids: Sequence[int], adapter: str | None, cache_salt: str | None) -> Hashable:
+        """What keys and values of a prompt depend on besides its tokens."""
+        return self._sequence(ids, 1, (adapter, cache_salt), 1).key
+
     def settle(self) -> None:
         """Take in what was cancelled while nothing else is generated, to free its pages."""
         with self.turn():
@@ -400,7 +418,7 @@ class Engine(TokenEngine):
             drafted,
             accepted,
             self.options.kv_dtype,
-            None if self.tier is None else self.tier.cache.stats,
+            self.tier.cache.stats,
         )
 
     def _wanted(self, sequences: Sequence[scheduler.Sequence]) -> int:
@@ -482,8 +500,7 @@ class Engine(TokenEngine):
                 rows = most(self.scheduler.next_position)
                 rows = self.pace.filled(rows, self.scheduler.shared_rows)
             work = self.scheduler.next(rows)
-            if self.tier is not None:
-                self.tier.take_out(self.submissions.count)
+            self.tier.take_out()
             self._save()
             if self._lacks(*self._touched) and not self._has_grown():
                 break
@@ -553,7 +570,7 @@ class Engine(TokenEngine):
                 self._answers[answer.sequence] = answer
                 sequence = answer.sequence
                 restore = None
-                if self.tier is not None and sequence.shares:
+                if sequence.shares:
                     restore = self.tier.plan(sequence.tokens, sequence.key)
                 if restore is None:
                     self.scheduler.add(sequence)
@@ -565,11 +582,10 @@ class Engine(TokenEngine):
         """Bring some of what the first prompt needs back from host memory."""
         if not self._restoring:
             return
-        assert self.tier is not None
         restore, answer = self._restoring[0]
         if answer.ended:
             self.tier.drop(restore)
-        elif not self.tier.bring(restore, self.submissions.count):
+        elif not self.tier.bring(restore):
             return
         self._restoring.popleft()
         if not answer.ended:
@@ -720,8 +736,7 @@ class Engine(TokenEngine):
         self._is_whole = False
         self.submissions.in_flight.popleft()
         now = time.perf_counter()
-        if self.tier is not None:
-            self.tier.collect(self.submissions.count - len(self.submissions.in_flight))
+        self.tier.collect()
         if step.prefilled:
             count, position = step.prefilled
             self.pace.measured(count, now - max(step.since, self._read_at), position)
@@ -849,11 +864,10 @@ class Engine(TokenEngine):
 
     def _reset(self) -> None:
         """Begin anew with an empty cache and nothing in flight."""
-        if self.tier is not None:
-            self.tier.forget()
-            for _, answer in self._restoring:
-                self.scheduler.add(answer.sequence)
-            self._restoring.clear()
+        self.tier.forget()
+        for _, answer in self._restoring:
+            self.scheduler.add(answer.sequence)
+        self._restoring.clear()
         for sequence, answer in list(self._answers.items()):
             if isinstance(answer, Answer) and answer.sequence is sequence:
                 answer.mend()
@@ -865,6 +879,22 @@ class Engine(TokenEngine):
                 self._answers.pop(sequence, None)
         self.scheduler.reset(self._answers)
         self._forget_rows()
+
+    # Files of the cache
+
+    def save_cache(
+        self,
+        path: str,
+        ids: Sequence[int],
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Generator[int, None, None]:
+        yield self.files.save(Path(path), ids, adapter, cache_salt)
+
+    def load_cache(
+        self, path: str, adapter: str | None = None, cache_salt: str | None = None
+    ) -> Generator[int, None, None]:
+        yield self.files.load(Path(path), adapter, cache_salt)
 
     # Texts
 

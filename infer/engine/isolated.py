@@ -497,6 +497,23 @@ class WorkerEngine(TokenEngine):
         self.check_adapter(adapter)
         yield from self._call("logits", ids, adapter)
 
+    def save_cache(
+        self,
+        path: str,
+        ids: Sequence[int],
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Generator[int, None, None]:
+        self.check_prompt(ids)
+        self.check_adapter(adapter)
+        yield from self._call("save_cache", path, ids, adapter, cache_salt)
+
+    def load_cache(
+        self, path: str, adapter: str | None = None, cache_salt: str | None = None
+    ) -> Generator[int, None, None]:
+        self.check_adapter(adapter)
+        yield from self._call("load_cache", path, adapter, cache_salt)
+
     def _call(self, method: str, *arguments: Any) -> Generator[Any, None, None]:
         call, key = _Call(method, arguments), next(self._keys)
         with self._changed:

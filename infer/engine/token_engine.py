@@ -246,6 +246,24 @@ class TokenEngine(ABC):
         """The logits of every position, in chunks [rows, vocab_size]."""
 
     @abstractmethod
+    def save_cache(
+        self,
+        path: str,
+        ids: Sequence[int],
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Generator[int, None, None]:
+        """Computes what is not cached of a prompt, saves it in a file, and yields how many
+        positions that are. Raises RequestError."""
+
+    @abstractmethod
+    def load_cache(
+        self, path: str, adapter: str | None = None, cache_salt: str | None = None
+    ) -> Generator[int, None, None]:
+        """Lets prompts go on from the one of a file, and yields how many positions that are. Raises
+        RequestError."""
+
+    @abstractmethod
     def stats(self) -> EngineStats: ...
 
     @abstractmethod
