@@ -34,6 +34,7 @@ from infer.kernels.errors import (  # noqa: E402
     UnknownDeviceError,
     UnsupportedError,
 )
+from infer.version import VERSION as __version__  # noqa: E402
 
 if TYPE_CHECKING:
     from typing import Any
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from infer.sampling import SamplingParams
     from infer.text.tools import ToolCall, ToolCallDelta
 
-__version__ = "0.1.0"
 
 # numpy and wgpu are imported when one of these is first used.
 _LAZY = {

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-import infer
 from infer.engine.host_cache import Bytes
 from infer.foreign import reason
 from infer.kernels.errors import RequestError
-from infer.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from infer.engine.engine import Engine
+from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.tensor import GpuTensor
+from infer.models.loading.lora import Adapters
+from infer.version import VERSION
 
 _FORM = "1"
 _SAMPLE = 4096  # bytes of a weight's buffer, at its beginning and in its middle
@@ -80,68 +78,53 @@ def read_cache(path: Path, about: Mapping[str, str]) -> CachedPrompt:
 
 
 class CacheFiles:
-    """Saves prompts of an engine's cache in files, and loads them."""
+    """Files of the cache of one model, as its weights are on the GPU."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        device: Device,
+        weights: Mapping[str, GpuTensor],
+        adapters: Adapters,
+        kv_dtype: str,
+        has_windows: bool,
+    ) -> None:
+        """has_windows: layers with a window have pages of their own."""
+        self._device, self._weights, self._adapters = device, weights, adapters
+        self._kv_dtype, self._has_windows = kv_dtype, has_windows
 
-    def save(
-        self, path: Path, ids: Sequence[int], adapter: str | None, cache_salt: str | None
-    ) -> int:
-        """Computes what is not cached of a prompt, and saves it, up to the last position from which
-        layers can go on. Returns how many positions that are. Raises RequestError."""
-        engine, once = self._engine, SamplingParams(max_tokens=1).resolved({})
-        for _ in engine.generate(ids, once, adapter=adapter, cache_salt=cache_salt):
-            pass
-        with engine.changing():
-            prompt = engine.tier.copy_out(ids, engine.key_of(ids, adapter, cache_salt))
+    def write(self, path: Path, prompt: CachedPrompt, adapter: str | None) -> None:
+        """Raises RequestError where there is nothing to save, and where it cannot be saved."""
         if not len(prompt.tokens):
             raise RequestError(
-                f"Nothing can be saved of a prompt of {len(ids):,} tokens: it is too short, or "
-                "others have taken its place in the cache. Give a longer one, or ask again."
+                "Nothing can be saved of this prompt: it is too short, or others have taken its "
+                "place in the cache. Give a longer one, or ask again."
             )
         write_cache(path, prompt, self._about(adapter))
-        return len(prompt.tokens)
 
-    def load(self, path: Path, adapter: str | None, cache_salt: str | None) -> int:
-        """Lets prompts go on from the one of a file. Returns how many positions that are. Raises
-        RequestError."""
-        engine = self._engine
-        engine.check_adapter(adapter)
-        prompt = read_cache(path, self._about(adapter))
-        ids = prompt.tokens.tolist()
-        if not engine.tier.takes(prompt):
-            raise RequestError(f"{path} is damaged. Save the cache again.")
-        engine.check_prompt(ids, room=0)
-        with engine.changing():
-            has_room = engine.tier.copy_in(prompt, engine.key_of(ids, adapter, cache_salt))
-        if not has_room:
-            raise RequestError(
-                f"The cache has no room for the {len(ids):,} positions of {path} beside the "
-                "answers that are generated. Ask again later, or give it more memory."
-            )
-        return len(ids)
+    def read(self, path: Path, adapter: str | None) -> CachedPrompt:
+        """Raises RequestError for a file that cannot be read, that is none, or of another model."""
+        return read_cache(path, self._about(adapter))
 
     def _about(self, adapter: str | None) -> dict[str, str]:
         """What a file depends on besides its tokens."""
         return {
-            "version of infer": infer.__version__,
+            "version of infer": VERSION,
             "model, or other dtypes of weights": self._fingerprint,
-            "kv_dtype": self._engine.options.kv_dtype,
-            "cache for layers with a window": "no" if self._engine.pool.windows is None else "yes",
+            "kv_dtype": self._kv_dtype,
+            "cache for layers with a window": "yes" if self._has_windows else "no",
             "adapter": adapter or "",
         }
 
     @cached_property
     def _fingerprint(self) -> str:
         """Of the weights as the GPU has them: their shapes, dtypes, and samples of their bytes."""
-        engine, digest = self._engine, hashlib.blake2b(digest_size=16)
-        changes = [*engine.adapters.always.values(), *engine.adapters.by_row.values()]
+        digest = hashlib.blake2b(digest_size=16)
+        changes = [*self._adapters.always.values(), *self._adapters.by_row.values()]
         beside = [(f"{i}", part) for i, own in enumerate(changes) for part in (own.a, own.b)]
-        for name, weight in (*sorted(engine.weights.items()), *beside):
+        for name, weight in (*sorted(self._weights.items()), *beside):
             digest.update(f"{name} {weight.shape} {weight.dtype}".encode())
             for buffer in weight.buffers:
                 for start in sorted({0, buffer.nbytes // 2 // 4 * 4}):
                     count = min(_SAMPLE, buffer.nbytes - start)
-                    digest.update(engine.device.read(buffer, np.uint8, count, start).tobytes())
+                    digest.update(self._device.read(buffer, np.uint8, count, start).tobytes())
         return digest.hexdigest()

@@ -50,7 +50,7 @@ from infer.engine.turns import Turns
 from infer.engine.verification import Verification
 from infer.engine.windows import WindowPages, window_of
 from infer.kernels.compiler.target import MAX_VEC_ROWS
-from infer.kernels.errors import ModelError, OutOfMemoryError
+from infer.kernels.errors import ModelError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import EMPTY, Copy, Recording, StepQueue
@@ -163,7 +163,9 @@ class Engine(TokenEngine):
             lambda rows, at: self.pace.seconds(rows, at) if self.pace.known else 0.0,
             self._takes,
         )
-        self.files = CacheFiles(self)
+        has_windows = self.pool.windows is not None
+        of_weights = device, weights, adapters, options.kv_dtype, has_windows
+        self.files = CacheFiles(*of_weights)
         # Answers whose pages come back from the host, before they are added to the scheduler.
         self._restoring: deque[tuple[Restore, Answer | Text]] = deque()
         self._is_whole = True  # False during a change that an interrupt would cut in half
@@ -377,7 +379,7 @@ class Engine(TokenEngine):
         return self.turns.turn()
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
+    def _changing(self) -> Iterator[None]:
         """A block in which this thread has the turn and changes what is cached. An interrupt in it
         empties the cache."""
         with self.turn():
@@ -389,7 +391,7 @@ class Engine(TokenEngine):
             yield
             self._is_whole = True
 
-    def key_of(self, ids: Sequence[int], adapter: str | None, cache_salt: str | None) -> Hashable:
+    def _key(self, ids: Sequence[int], adapter: str | None, cache_salt: str | None) -> Hashable:
         """What keys and values of a prompt depend on besides its tokens."""
         return self._sequence(ids, 1, (adapter, cache_salt), 1).key
 
@@ -889,12 +891,31 @@ class Engine(TokenEngine):
         adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> Generator[int, None, None]:
-        yield self.files.save(Path(path), ids, adapter, cache_salt)
+        once = SamplingParams(max_tokens=1).resolved({})
+        for _ in self.generate(ids, once, adapter=adapter, cache_salt=cache_salt):
+            pass
+        with self._changing():
+            prompt = self.tier.copy_out(ids, self._key(ids, adapter, cache_salt))
+        self.files.write(Path(path), prompt, adapter)
+        yield len(prompt.tokens)
 
     def load_cache(
         self, path: str, adapter: str | None = None, cache_salt: str | None = None
     ) -> Generator[int, None, None]:
-        yield self.files.load(Path(path), adapter, cache_salt)
+        self.check_adapter(adapter)
+        prompt = self.files.read(Path(path), adapter)
+        ids: list[int] = prompt.tokens.tolist()
+        if not self.tier.takes(prompt):
+            raise RequestError(f"{path} is damaged. Save the cache again.")
+        self.check_prompt(ids, room=0)
+        with self._changing():
+            has_room = self.tier.copy_in(prompt, self._key(ids, adapter, cache_salt))
+        if not has_room:
+            raise RequestError(
+                f"The cache has no room for the {len(ids):,} positions of {path} beside the "
+                "answers that are generated. Ask again later, or give it more memory."
+            )
+        yield len(ids)
 
     # Texts
 
