@@ -34,7 +34,6 @@ from infer.kernels.errors import (  # noqa: E402
     UnknownDeviceError,
     UnsupportedError,
 )
-from infer.version import VERSION as __version__  # noqa: E402
 
 if TYPE_CHECKING:
     from typing import Any
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from infer.sampling import SamplingParams
     from infer.text.tools import ToolCall, ToolCallDelta
 
+__version__: str = import_module("infer.version").VERSION
 
 # numpy and wgpu are imported when one of these is first used.
 _LAZY = {
