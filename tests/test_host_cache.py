@@ -125,6 +125,21 @@ def test_what_was_evicted_comes_back(
         assert 0 < stats.nbytes < stats.capacity
 
 
+def test_states_come_back_to_pages_that_stayed(device: Device, tmp_path: Path) -> None:
+    """With few places for states, and pages for everything."""
+    own = {"context": 1024, "cache_positions": 60 * PAGE, "host_cache": 1 << 30}
+    for agents in agents_of("lfm2", device, tmp_path, 1, **own | {"state_places": 2}):
+        messages = [agents.text(n) for n in (250, 30, 150, 40, 100)]
+        agents.ask(*messages)
+        for changed in (4, 2, 1):
+            agents.ask_at_once([[agents.text(250)]])
+            edited = [*messages]
+            edited[changed] = agents.text(25)
+            agents.ask(*edited)
+        assert restored(agents) == 0
+        assert agents.engine.pool.stats.states == 2
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_salt_has_its_own(case: str, device: Device, tmp_path: Path) -> None:
     for agents in agents_of(case, device, tmp_path, 1, **ROOM):

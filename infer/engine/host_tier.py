@@ -54,7 +54,8 @@ class Restore:
 
 
 class HostTier:
-    """One engine's."""
+    """Moves what the pool of one engine evicts to a cache in host memory, and back; and prompts to
+    files and back."""
 
     def __init__(
         self,
@@ -145,11 +146,13 @@ class HostTier:
         has_states = self._steps.saved is not None
         own, size = tokens[: len(tokens) - 1], self._pool.page_size
         pages, cached = self._pool.path(own, key)
+        if has_states:  # a state goes with pages that are retained
+            cached = len(pages) * size
         found = self.cache.find(own, key, cached, size, has_states)
         known = self._pool.cached(tokens, key)
         if self._pays(found, known):
             names = deque(found.pages)
-            whole = pages[: found.length // size] if not names else pages
+            whole = pages if names else pages[: self._pool.pages_for(found.length)]
             self._pool.release(pages[len(whole) :])
             return Restore(own, key, found.length, whole, names, found.state)
         self._pool.release(pages)
