@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -193,6 +194,15 @@ class FakeEngine:
     async def stats(self) -> EngineStats:
         cache = PoolStats(4, 1, 5, 6, 7, page_size=16, states=2, state_places=3)
         return EngineStats(MemoryStats(0, 0, 0, 0, 0), cache, 1, 2, 3, 4, 7, 3, kv_dtype="q8")
+
+    async def save_cache(
+        self, path: Path, ids: Sequence[int], adapter: str | None, cache_salt: str | None
+    ) -> int:
+        path.write_text("saved")
+        return len(ids)
+
+    async def load_cache(self, path: Path, adapter: str | None, cache_salt: str | None) -> int:
+        return len(path.read_text())
 
     async def open(
         self,

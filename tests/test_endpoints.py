@@ -49,8 +49,9 @@ EMBEDDINGS = "/v1/embeddings"
 
 
 @pytest.fixture(scope="module")
-def service(llm: LLM) -> Service:
-    return Service(LLMClient(llm), ServerOptions())
+def service(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Service:
+    folder = tmp_path_factory.mktemp("caches")
+    return Service(LLMClient(llm), ServerOptions(cache_folder=folder))
 
 
 @pytest.fixture(scope="module")
@@ -778,6 +779,48 @@ def test_options_of_the_server_are_passed_on(
     assert invoke("serve", "demo", "--log-level", "chatty").exit_code == 2
 
 
+def test_the_cache_of_a_prompt_is_saved_by_a_name(llm: LLM, tmp_path: Path) -> None:
+    """Of each API key apart, in one folder."""
+    options = ServerOptions(api_keys=["first", "second"], cache_folder=tmp_path)
+    prompt = "Once upon a time, a bird saved what it knew in a box. " * 4
+
+    def sent(key: str, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        headers = {**JSON, "Authorization": f"Bearer {key}"}
+        response, data = ask(address, path, body, headers)
+        return response.status, json.loads(data)
+
+    with serving(Service(LLMClient(llm), options)) as address:
+        body = {"name": "story-1.0", "prompt": prompt}
+        status, saved = sent("first", "/v1/cache/save", body)
+        count = len(llm.encode(prompt))
+        assert (status, saved) == (200, {"model": llm.name, "name": "story-1.0", "tokens": count})
+        assert sent("first", "/v1/cache/load", {"name": "story-1.0"}) == (200, saved)
+        chat = {"name": "chat", "messages": MESSAGES, "cache_salt": "a"}
+        assert sent("first", "/v1/cache/save", chat)[0] == 200
+        for key, name, salt in (("second", "story-1.0", None), ("first", "chat", None)):
+            own = {"name": name} | ({} if salt is None else {"cache_salt": salt})
+            status, data = sent(key, "/v1/cache/load", own)
+            assert (status, data["error"]["message"]) == (404, f"No cache is saved as {name}.")
+        assert sent("first", "/v1/cache/load", {"name": "chat", "cache_salt": "a"})[0] == 200
+        assert len(list(tmp_path.iterdir())) == 2
+        for name in ("", "../story", "a/b", ".hidden", "a" * 101, "a\\b", "ä"):
+            for path, more in (("save", {"prompt": prompt}), ("load", {})):
+                status, data = sent("first", f"/v1/cache/{path}", {"name": name, **more})
+                assert status == 400
+                assert "A name has up to 100 letters" in data["error"]["message"]
+        status, data = sent("first", "/v1/cache/save", {"name": "neither"})
+        assert (status, data["error"]["message"]) == (400, "Give either a prompt or messages.")
+        (tmp_path / "damaged.cache").write_text("no")
+    with serving(Service(LLMClient(llm), ServerOptions(cache_folder=tmp_path))) as address:
+        status, data = sent("", "/v1/cache/load", {"name": "damaged"})
+        assert status == 400
+        assert "cannot be read" in data["error"]["message"]
+    with serving(Service(LLMClient(llm), ServerOptions())) as address:
+        status, data = sent("", "/v1/cache/load", {"name": "story"})
+        assert status == 400
+        assert "--cache-folder" in data["error"]["message"]
+
+
 def test_keys_have_caches_of_their_own(llm: LLM) -> None:
     options = ServerOptions(api_keys=["one", "two"])
     body = {"prompt": [*llm.encode("Keys open doors and not other keys.")], "max_tokens": 1}
@@ -881,6 +924,8 @@ def test_answers_are_as_the_document_says(address: str) -> None:
         "/api/show": {"model": "demo"},
         "/tokenize": {"prompt": "a"},
         "/detokenize": {"tokens": [5]},
+        "/v1/cache/save": {"prompt": STORY, "name": "a"},
+        "/v1/cache/load": {"name": "a"},
     }
     asked = set()
     for path, methods in document["paths"].items():

@@ -189,6 +189,15 @@ def serve(
             "Prompts go on from there where that is faster than computing. Default: none.",
         ),
     ] = None,
+    cache_folder: Annotated[
+        Path | None,
+        server_option(
+            "--cache-folder",
+            file_okay=False,
+            help="A folder for what clients save of the cache, by names, with /v1/cache/save. "
+            "Default: they can save nothing.",
+        ),
+    ] = None,
     invariant: InvariantOption = False,
     speculate: SpeculateOption = None,
     draft: DraftOption = None,
@@ -263,6 +272,7 @@ def serve(
                 strict=strict,
                 cors_origins=origins or (),
                 allowed_hosts=allowed or None,
+                cache_folder=cache_folder,
             )
             ready = lambda host: write(_screen(host, address))  # noqa: E731
             with logging_to_stderr(log_level.value):

@@ -18,6 +18,7 @@ from infer import __version__
 from infer.kernels.errors import InferError
 from infer.server import (
     anthropic,
+    caches,
     chat,
     completions,
     embeddings,
@@ -34,6 +35,7 @@ from infer.server.generation import generate
 from infer.server.openapi import Operation
 from infer.server.page import page
 from infer.server.protocol import (
+    CachedTokens,
     ChatChoice,
     ChatRequest,
     CompletionChoice,
@@ -42,10 +44,12 @@ from infer.server.protocol import (
     EmbeddingRequest,
     Embeddings,
     Health,
+    LoadCacheRequest,
     Model,
     Models,
     Reply,
     RequestT,
+    SaveCacheRequest,
     Text,
     TokenizeRequest,
     TokenizerInfo,
@@ -209,6 +213,20 @@ def create_app(served: Served) -> Starlette:
             "/tokenize", "The tokens of a text or a chat.", TokenizeRequest, Tokens, tokens.tokenize
         ),
         post("/detokenize", "The text of tokens.", DetokenizeRequest, Text, tokens.detokenize),
+        post(
+            "/v1/cache/save",
+            "Save what the cache has of a prompt.",
+            SaveCacheRequest,
+            CachedTokens,
+            caches.save,
+        ),
+        post(
+            "/v1/cache/load",
+            "Let prompts go on from what was saved.",
+            LoadCacheRequest,
+            CachedTokens,
+            caches.load,
+        ),
         get("/tokenizer_info", "The first model's tokenizer.", TokenizerInfo, tokenizer),
         get("/version", "Which code answers.", Version, version),
         get(_HEALTH, "Whether it can answer.", Health, health),

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -138,6 +139,14 @@ class EngineClient(Protocol):
         """tools: given for chats, even if there are none: the answer is then split into text,
         reasoning and calls."""
 
+    async def save_cache(
+        self, path: Path, ids: Sequence[int], adapter: str | None, cache_salt: str | None
+    ) -> int:
+        """As `LLM.save_cache`."""
+
+    async def load_cache(self, path: Path, adapter: str | None, cache_salt: str | None) -> int:
+        """As `LLM.load_cache`."""
+
     async def embed(
         self, texts: Sequence[Sequence[int]], adapter: str | None
     ) -> NDArray[np.float32]:
@@ -225,6 +234,16 @@ class LLMClient:
         threads = self._grammars if has_grammar else None
         loop = asyncio.get_running_loop()
         return _Answer(self, await loop.run_in_executor(threads, partial(begin, ids, **chat)))
+
+    async def save_cache(
+        self, path: Path, ids: Sequence[int], adapter: str | None, cache_salt: str | None
+    ) -> int:
+        save = partial(self._llm.save_cache, path, list(ids), adapter=adapter)
+        return await self._call(partial(save, cache_salt=cache_salt))
+
+    async def load_cache(self, path: Path, adapter: str | None, cache_salt: str | None) -> int:
+        load = partial(self._llm.load_cache, path, adapter=adapter)
+        return await self._call(partial(load, cache_salt=cache_salt))
 
     async def embed(
         self, texts: Sequence[Sequence[int]], adapter: str | None

@@ -234,6 +234,29 @@ class TokenizeRequest(Request, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class SaveCacheRequest(TokenizeRequest, kw_only=True):
+    """A request to save what the cache has of a text or a chat. cache_salt: as of
+    GenerationRequest."""
+
+    name: str
+    cache_salt: str | None = None
+
+
+class LoadCacheRequest(Request, kw_only=True):
+    """A request to load what was saved with the same cache_salt."""
+
+    name: str
+    cache_salt: str | None = None
+
+
+class CachedTokens(Struct):
+    """tokens: of the prompt that are in the file."""
+
+    model: str
+    name: str
+    tokens: int
+
+
 class DetokenizeRequest(Request, kw_only=True):
     tokens: list[int]
 

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -347,6 +348,14 @@ class RayEngine(Info):
         answer = RayAnswer(self._handle, (ids, params, adapter, tools, cache_salt, priority))
         await _tried(answer.begin)
         return answer
+
+    async def save_cache(
+        self, path: Path, ids: Sequence[int], adapter: str | None, cache_salt: str | None
+    ) -> int:
+        raise RequestError("Replicas keep no files of their caches.")
+
+    async def load_cache(self, path: Path, adapter: str | None, cache_salt: str | None) -> int:
+        raise RequestError("Replicas keep no files of their caches.")
 
     async def embed(
         self, texts: Sequence[Sequence[int]], adapter: str | None

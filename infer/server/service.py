@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from msgspec.structs import replace
 from starlette.requests import Request
@@ -35,7 +36,8 @@ class ServerOptions:
     all. queue: answers that may wait, for each that is generated. max_body: bytes of a request's
     body, and a 16th of all that are received or in work. keepalive: seconds without an event after
     which a stream shows that it lives. allowed_hosts: names by which clients may call the server,
-    beside those of this machine; None, or "*": any."""
+    beside those of this machine; None, or "*": any. cache_folder: for files of the cache; None:
+    none are kept."""
 
     names: Sequence[str] = ()
     api_keys: Sequence[str] = ()
@@ -45,6 +47,7 @@ class ServerOptions:
     max_body: int = 16 << 20
     keepalive: float = 5.0
     allowed_hosts: Sequence[str] | None = None
+    cache_folder: Path | None = None
 
 
 class Served(ABC):

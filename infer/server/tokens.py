@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from infer.server.chat import read_messages, template_args
 from infer.server.endpoint import Call
 from infer.server.errors import ApiError
@@ -16,28 +18,35 @@ from infer.server.protocol import (
 from infer.server.service import Served
 from infer.text.tools import check_tools
 
+RequestT = TypeVar("RequestT", bound=TokenizeRequest)
+
 
 async def tokenize(call: Call[TokenizeRequest]) -> None:
     request, service = call.request, call.service
     service.model(request.model)
-    engine = service.engine
-    if (request.prompt is None) == (request.messages is None):
-        raise ApiError(400, "Give either a prompt or messages.", param="prompt")
-    if request.messages is None:
-        assert request.prompt is not None  # as above
-        ids = await engine.encode(request.prompt, {}, request.add_special_tokens)
-    else:
-        own = template_args(request)
-        if (offered := check_tools(request.tools).offered) is not None:
-            own["tools"] = offered
-        messages = without_billing(read_messages(request.messages, engine.template))
-        ids = await engine.encode(messages, own)
-        await note_left_out(call, messages, own)
+    engine, ids = service.engine, await token_ids(call)
     texts = None
     if request.return_token_strs:
         known = {i: await engine.decode([i]) for i in dict.fromkeys(ids)}
         texts = [known[i] for i in ids]
     await call.reply(Tokens(len(ids), engine.context, ids, texts))
+
+
+async def token_ids(call: Call[RequestT]) -> list[int]:
+    """The tokens of a request's text or chat. Raises ApiError (400)."""
+    request, engine = call.request, call.service.engine
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(400, "Give either a prompt or messages.", param="prompt")
+    if request.messages is None:
+        assert request.prompt is not None  # as above
+        return await engine.encode(request.prompt, {}, request.add_special_tokens)
+    own = template_args(request)
+    if (offered := check_tools(request.tools).offered) is not None:
+        own["tools"] = offered
+    messages = without_billing(read_messages(request.messages, engine.template))
+    ids = await engine.encode(messages, own)
+    await note_left_out(call, messages, own)
+    return ids
 
 
 async def about(served: Served) -> TokenizerInfo:
