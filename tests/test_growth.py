@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import answer, build_engine, open_model, scores
-from reference_models import load
+from reference_models import load, relative_error
 
 import infer
 from infer.engine.engine import Engine
@@ -148,6 +148,33 @@ def test_no_memory_to_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(OutOfMemoryError, match="There is no memory"):
             scores(engine, long_prompt(engine, 300))
         assert answer(engine, short, 20).token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("label", ["rope table", "keys of layer 0", "values of layer 1"])
+def test_it_grows_once_there_is_memory_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: str
+) -> None:
+    """Whichever buffer had no room before."""
+    with Device.open() as device:
+        folder = load("llama").write_checkpoint(tmp_path / "llama")
+        small, large = (
+            build_engine(device, folder, **SMALL | {"first_positions": n}) for n in (128, 512)
+        )
+        prompt = long_prompt(small, 300)
+        grow = Device.grow
+
+        def full(self: Device, buffer: Buffer, nbytes: int, kept: Any) -> None:
+            if buffer.label == label:
+                raise OutOfMemoryError("There is no memory.")
+            grow(self, buffer, nbytes, kept)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Device, "grow", full)
+            with pytest.raises(OutOfMemoryError, match="There is no memory"):
+                answer(small, prompt, 20)
+        found, expected = answer(small, prompt, 20), answer(large, prompt, 20)
+        assert found.token_ids == expected.token_ids
+        assert relative_error(found.logits, expected.logits) <= 1e-5
 
 
 @pytest.mark.parametrize(

@@ -243,16 +243,16 @@ class Steps:
         next needed. Raises OutOfMemoryError."""
         self._plans.clear()  # if some layers alone can grow, too
         if self._owns_cache:
-            first = self.positions
-            if self.windows is not None:
-                self.windows.grow(window_pages)
-            self.cache.grow(n_pages)
-            positions = self.positions
+            # Tables come first: the cache has no pages for positions that are in no table.
+            first, positions = self.positions, min(self.context, n_pages * PAGE)
             for rope, made in self._uploaded if positions > first else ():
                 before = table_bytes(rope, first)
                 self.device.grow(made.table, table_bytes(rope, positions), [(0, 0, before)])
                 rest = rope_table(rope, positions, length, first)
                 self.device.write(made.table, rest, before)
+            if self.windows is not None:
+                self.windows.grow(window_pages)
+            self.cache.grow(n_pages)
 
     @cached_property
     def hidden(self) -> Buffer:
