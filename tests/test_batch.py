@@ -488,7 +488,7 @@ class Soak:
         begun = self.engine.generate(
             ids, params, with_logits=0.85 < kind < 0.9, logits_processor=processor
         )
-        begun.sequence.priority = int(draw.choice([0, 0, 0, 1, 2]))  # before it is looked at
+        begun.sequence.priority = int(draw.choice([0, 0, 0, -1, -2]))  # before it is looked at
         known = self.clear.get(tuple(ids)) if kind >= 0.05 and not is_long else None
         closes = draw.random() < 0.2 and not is_long
         closes_after = int(draw.integers(4)) if closes else 1 << 30

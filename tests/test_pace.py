@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -22,12 +23,12 @@ def sizes(seconds: Callable[[int], float], steps: int = 300) -> tuple[Pace, list
     scatter by a tenth."""
     pace, draw, rows = Pace(32), random.Random(0), []
     for alone in (FIRST_ROWS, CHUNK):
-        pace.measured(alone, seconds(alone))
+        pace.measured(alone, 0, seconds(alone))
     for i in range(steps):
-        rows.append(min(pace.rows_beside, CHUNK))
+        rows.append(min(pace.rows_beside(0), CHUNK))
         # The last hundred are of one size, which says nothing of the others.
         measured = draw.randint(1, rows[-1]) if i % 2 and i < steps - 100 else rows[-1]
-        pace.measured(measured, seconds(measured) * draw.uniform(0.9, 1.1))
+        pace.measured(measured, 0, seconds(measured) * draw.uniform(0.9, 1.1))
     return pace, rows
 
 
@@ -52,13 +53,13 @@ def test_chunks_beside_answers_fill_a_kind() -> None:
     kinds = {16: 0.0061, 32: 0.0093, 64: 0.0157, 128: 0.0322, 256: 0.0565, 512: 0.1075}
     pace, draw, rows = Pace(32, list(kinds)), random.Random(0), []
     for alone in (FIRST_ROWS, CHUNK):
-        pace.measured(alone, kinds[alone])
+        pace.measured(alone, 0, kinds[alone])
     for _ in range(200):
-        rows.append(pace.rows_beside)
+        rows.append(pace.rows_beside(0))
         last = draw.randint(1, rows[-1])  # of a prompt
         for step in (rows[-1], last):
             kind = min(kind for kind in kinds if kind >= step)
-            pace.measured(step, kinds[kind] * draw.uniform(0.95, 1.05))
+            pace.measured(step, 0, kinds[kind] * draw.uniform(0.95, 1.05))
     assert set(rows) == {128}
 
 
@@ -68,10 +69,10 @@ def test_a_step_of_several_prompts_fills_a_kind() -> None:
     pace = Pace(32, list(kinds))
     assert pace.filled(FIRST_ROWS, 40) == FIRST_ROWS  # nothing is known
     for rows, seconds in kinds.items():
-        pace.measured(rows, seconds)
+        pace.measured(rows, 0, seconds)
     rows = (0, 10, 20, 33, 60, 64, 70, 90, 110, 140, 250, 256, 300, 1000)
     found = [pace.filled(256, n) for n in rows]
-    assert found == [256, 256, 256, 256, 256, 256, 64, 64, 256, 128, 256, 256, 256, 256]
+    assert found == [256, 256, 256, 32, 256, 256, 64, 64, 256, 128, 256, 256, 256, 256]
     assert Pace(32, [512]).filled(512, 10) == 512
 
 
@@ -79,25 +80,157 @@ def test_small_chunks_do_not_make_smaller_ones() -> None:
     """A short last chunk takes as long as a tile: by its rows alone prefill would seem slow."""
     pace, seconds = Pace(32), line(0.008, 0.0002)
     for rows in (512, 256, *[3] * 20):
-        pace.measured(rows, seconds(rows))
-    assert pace.rows_beside >= 128
+        pace.measured(rows, 0, seconds(rows))
+    assert pace.rows_beside(0) >= 128
 
 
 def test_a_layer_is_done_in_a_submission() -> None:
     seconds = line(0.0, 0.05)
     pace, _ = sizes(seconds)
-    assert pace.rows == TILE_ROWS
-    assert pace.submissions(TILE_ROWS) == 32  # no more than there are layers
+    assert pace.rows(0) == TILE_ROWS
+    assert pace.submissions(TILE_ROWS, 0) == 32  # no more than there are layers
     pace, _ = sizes(line(0.0, 0.004))
-    assert pace.rows == pytest.approx(SUBMISSION_SECONDS * 32 / 0.004, rel=0.2)
-    assert pace.submissions(512) == pytest.approx(512 * 0.004 / SUBMISSION_SECONDS, rel=0.2)
+    assert pace.rows(0) == pytest.approx(SUBMISSION_SECONDS * 32 / 0.004, rel=0.2)
+    assert pace.submissions(512, 0) == pytest.approx(512 * 0.004 / SUBMISSION_SECONDS, rel=0.2)
 
 
 def test_the_first_step_is_small() -> None:
     pace = Pace(32)
     assert not pace.known
-    assert pace.rows == pace.rows_beside == FIRST_ROWS
-    assert pace.submissions(FIRST_ROWS) == 32
-    pace.measured(FIRST_ROWS, FIRST_ROWS * PAUSE_SECONDS / 256)
+    assert pace.rows(0) == pace.rows_beside(0) == FIRST_ROWS
+    assert pace.submissions(FIRST_ROWS, 0) == 32
+    pace.measured(FIRST_ROWS, 0, FIRST_ROWS * PAUSE_SECONDS / 256)
     assert pace.known
-    assert pace.rows_beside == 256
+    assert pace.rows_beside(0) == 256
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU whose steps take so many seconds, and for each row, each row and position before it,
+    and each position before it; all but the last grow with whole tiles of rows."""
+
+    step: float
+    row: float
+    attention: float
+    position: float = 0.0
+
+    def seconds(self, rows: int, position: int) -> float:
+        tiles = -(-rows // TILE_ROWS) * TILE_ROWS
+        each = self.row + position * self.attention
+        return self.step + position * self.position + tiles * each
+
+    def at_zero(self, pace: Pace, draw: random.Random, steps: int = 300) -> None:
+        """Measure steps of short prompts."""
+        for _ in range(steps):
+            rows = draw.choice([64, 128, 192, 448, 512])
+            pace.measured(rows, 0, self.seconds(rows, 0) * draw.uniform(0.9, 1.1))
+
+    def climb(self, pace: Pace, draw: random.Random, start: int = 0) -> list[tuple[int, int]]:
+        """Prefill a prompt beside answers, from one position to the end. Returns the position and
+        rows of each step."""
+        steps, position = [], start
+        while position < 131_072:
+            rows = min(pace.rows_beside(position), CHUNK)
+            steps.append((position, rows))
+            seconds = self.seconds(rows, position)
+            pace.measured(rows, position, seconds * draw.uniform(0.9, 1.1))
+            position += rows
+        return steps
+
+    def check(self, steps: list[tuple[int, int]]) -> None:
+        """Check that no step is longer than the pause but for what nobody can know, the scatter of
+        the times, and that few are shorter than they need be."""
+        small = 0
+        for position, rows in steps:
+            assert rows == TILE_ROWS or self.seconds(rows, position) < 1.15 * PAUSE_SECONDS
+            more = self.seconds(rows + 2 * TILE_ROWS, position)
+            small += rows < CHUNK and more < 0.9 * PAUSE_SECONDS
+        assert small < len(steps) / 20 + 5
+
+
+MACHINES = [
+    pytest.param(Machine(0.003, 2.1e-4, 8.4e-9), id="a large model"),
+    pytest.param(Machine(0.001, 3e-5, 3.8e-9), id="a small model"),
+    pytest.param(Machine(0.001, 1e-5, 2e-9), id="a very small model"),
+    pytest.param(Machine(0.003, 1e-4, 1e-9, 2e-7), id="attention leaves some of the GPU idle"),
+    pytest.param(Machine(0.001, 3e-5, 0.0, 2e-7), id="attention of few rows takes as long"),
+    pytest.param(Machine(0.003, 1e-4, 0.0), id="layers with a state alone"),
+    pytest.param(Machine(0.010, 3e-3, 1.5e-7), id="a software adapter"),
+]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("short", [0, 300])
+def test_steps_beside_answers_are_short_at_every_position(machine: Machine, short: int) -> None:
+    """Whatever was measured before: nothing, or short prompts alone."""
+    pace, draw = Pace(32), random.Random(0)
+    machine.at_zero(pace, draw, short)
+    steps = machine.climb(pace, draw)
+    machine.check(steps)
+    rows = [rows for _, rows in steps]
+    if machine.attention > 1e-9:
+        assert rows[-1] <= max(max(rows) / 3, TILE_ROWS)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_one_step_far_on_says_what_attention_takes(machine: Machine) -> None:
+    """The rest of a prompt most of which is cached, and then short prompts for a long time."""
+    pace, draw = Pace(32), random.Random(0)
+    machine.at_zero(pace, draw)
+    machine.check(machine.climb(pace, draw, start=100_000)[1:])
+    machine.at_zero(pace, draw, 2000)
+    machine.check(machine.climb(pace, draw, start=100_000)[1:])
+    machine.check(machine.climb(pace, draw))
+
+
+@pytest.mark.parametrize("factor", [0.4, 3.0])
+def test_a_gpu_that_gets_faster_or_slower(factor: float) -> None:
+    """After some steps at position 0, and two far on."""
+    pace, draw = Pace(32), random.Random(0)
+    before = Machine(0.001, 3e-5, 3.8e-9)
+    before.climb(pace, draw)
+    after = Machine(before.step * factor, before.row * factor, before.attention * factor)
+    after.at_zero(pace, draw, 30)
+    assert pace.seconds(256, 0) == pytest.approx(after.seconds(256, 0), rel=0.1)
+    after.check(after.climb(pace, draw, start=50_000)[2:])
+
+
+def test_a_step_that_took_long_for_another_reason_says_little() -> None:
+    pace, draw, machine = Pace(32), random.Random(0), Machine(0.003, 2.1e-4, 8.4e-9)
+    machine.climb(pace, draw)
+    machine.at_zero(pace, draw)
+    before = [pace.seconds(rows, position) for rows, position in ((64, 0), (512, 0), (64, 99_999))]
+    pace.measured(128, 0, 3.0)
+    after = [pace.seconds(rows, position) for rows, position in ((64, 0), (512, 0), (64, 99_999))]
+    assert after == pytest.approx(before, rel=0.15)
+
+
+def test_first_steps_that_were_slow_are_forgotten() -> None:
+    pace, draw, machine = Pace(32), random.Random(0), Machine(0.003, 1e-4, 4e-9)
+    for _ in range(3):
+        pace.measured(FIRST_ROWS, 0, 2.0)
+    machine.at_zero(pace, draw, 60)
+    assert pace.seconds(256, 0) == pytest.approx(machine.seconds(256, 0), rel=0.15)
+    machine.check(machine.climb(pace, draw))
+
+
+def test_steps_of_one_size_at_position_0_say_nothing_wrong() -> None:
+    """They may be of any cost of rows and of a step; all that is known is their sum."""
+    pace = Pace(32)
+    for _ in range(100):
+        pace.measured(256, 0, 0.04)
+    assert pace.seconds(256, 0) == pytest.approx(0.04, rel=0.01)
+    assert pace.position_seconds == 0.0
+    assert pace.rows_beside(0) == 256
+    assert min(pace.step_seconds, pace.row_seconds, pace.position_seconds) >= 0
+
+
+def test_submissions_are_short_at_every_position() -> None:
+    machine, pace, draw = Machine(0.01, 1e-3, 1e-7), Pace(32), random.Random(0)
+    machine.at_zero(pace, draw)
+    machine.climb(pace, draw)
+    for position in (0, 30_000, 131_072):
+        rows = min(pace.rows(position), CHUNK)
+        pieces = pace.submissions(rows, position)
+        assert machine.seconds(rows, position) / pieces < 1.1 * SUBMISSION_SECONDS
+    assert pace.rows(0) > pace.rows(131_072) > TILE_ROWS

@@ -237,7 +237,7 @@ def test_a_prompt_in_many_submissions(
     engine.forget()
     engine.sampler.masks[:] = 0
     engine.sampler.write_masks(0, 3)
-    monkeypatch.setattr(engine.pace, "submissions", lambda rows: pieces)
+    monkeypatch.setattr(engine.pace, "submissions", lambda rows, position: pieces)
     assert [step.token for step in masked(engine, ids, logprobs=1, **SAMPLED)] == expected
 
 

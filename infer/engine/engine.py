@@ -430,11 +430,7 @@ class Engine(TokenEngine):
             if in_flight and in_flight[-1].prefilled and not self.pace.known:
                 break  # its time is to be measured first
             self.verification.choose()
-            rows = 0
-            if self.scheduler.has_prompts:
-                rows = self.pace.rows_beside if self.scheduler.running else self.pace.rows
-                rows = self.pace.filled(rows, self.scheduler.shared_rows)
-            work = self.scheduler.next(rows)
+            work = self.scheduler.next(self._most_rows())
             if self.pool.touched > self.steps.cache.n_pages and not self._has_grown():
                 break
             if work is None:
@@ -443,6 +439,13 @@ class Engine(TokenEngine):
                 self._decode(work)
             else:
                 self._prefill(work)
+
+    def _most_rows(self) -> Callable[[int], int]:
+        """Returns what gives the most rows of a step whose rows start at a position."""
+        pace = self.pace
+        most = pace.rows_beside if self.scheduler.running else pace.rows
+        shared = self.scheduler.shared_rows if self.scheduler.has_prompts else 0
+        return lambda position: pace.filled(most(position), shared)
 
     def _has_grown(self) -> bool:
         """Have memory for all pages that are used. Returns False if there is none: then the answers
@@ -539,7 +542,8 @@ class Engine(TokenEngine):
         ]
         chosen = [rows[i] - 1 for i in last] if wanted.rows else []
         self.device.write(self.steps.step, pack_prompts(chunks, chosen, leads))
-        pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count)
+        start = sum(part.count * part.start for part in work) // count  # of a row, on average
+        pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count, start)
         if pieces > 1 and chain is not None and chain.mask:  # sampling comes after the masks
             first = self.recordings.of(kind, False, None, any(numbers)).parts(pieces)
             rest = self.recordings.of(kind, True, chain, any(numbers), body=False)
@@ -552,7 +556,7 @@ class Engine(TokenEngine):
         self.resident.prefilled(slots, tuple(slots[i] for i in last) if wanted.rows else ())
         # Scoring takes longer, so it would distort the pace of prompts.
         is_prompt = count > MAX_VEC_ROWS and not isinstance(text, Scored)
-        prefilled = count if is_prompt else 0
+        prefilled = (count, start) if is_prompt else None
         self.submissions.submit(rest, count, longest, wanted, prefilled=prefilled)
         if draft is not None:
             known = [
@@ -598,7 +602,7 @@ class Engine(TokenEngine):
         """(start, rows, kind of step) of each step of a prompt of that length, if it is alone."""
         start = 0
         while start < length:
-            rows = min(length - start, self.pace.rows, self.steps.rows["prefill"])
+            rows = min(length - start, self.pace.rows(start), self.steps.rows["prefill"])
             yield start, rows, self.steps.prefill(rows)
             start += rows
 
@@ -609,8 +613,8 @@ class Engine(TokenEngine):
         self._is_whole = False
         self.submissions.in_flight.popleft()
         now = time.perf_counter()
-        if step.prefilled:
-            self.pace.measured(step.prefilled, now - max(step.since, self._read_at))
+        if step.prefilled is not None:
+            self.pace.measured(*step.prefilled, now - max(step.since, self._read_at))
         self.verification.measured(step, self._read_at, now)
         self._read_at = now
         rows: Sequence[int] = range(len(ids))

@@ -5,64 +5,88 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 SUBMISSION_SECONDS = 0.1  # the most that one submission of prefill may take
 PAUSE_SECONDS = 0.045  # the most that one step of a prompt may hold up other answers
 SUBMISSIONS = 8  # the fewest of a step: the GPU begins while the host records the rest
 FIRST_ROWS = 64  # of a step, until the GPU's speed is known
 TILE_ROWS = 64  # fewer rows take as long, unless there are kernels for so few
 
-_KEPT = 0.9  # what remains of a measurement's weight when the next one comes
+_NOISE = 0.1  # how far measured times scatter, as a part of them
+_DRIFT = 0.1  # how much faster or slower a GPU may be from one step to the next
+_OWN_DRIFT = 0.03  # how much any one of the seconds below may change by itself meanwhile
+_FAR = 10_000  # positions whose attention may take as long as the rest of a row, for all we know
+_LEAST = 0.01  # of the seconds of a step: as much at least is for its rows
 
 
 class Pace:
-    """A prefill step takes step_seconds, and row_seconds more for each row: a line fitted to the
-    steps measured so far, the latest with most weight. Both are 0 until that is known.
+    """A prefill step takes step_seconds, and for each row row_seconds, and position_seconds more
+    for each position before it, which attention reads. All are 0 until a step was measured.
+
+    They are estimated from the steps measured so far by a Kalman filter, which keeps how well each
+    of them is known: many steps near position 0 leave what is known of far positions as it is, and
+    a single step that took long for another reason says little.
 
     kinds: row counts that have kernels of their own, which take as long for fewer rows."""
 
     def __init__(self, layers: int, kinds: Sequence[int] = ()) -> None:
-        self.layers, self.step_seconds, self.row_seconds = layers, 0.0, 0.0
-        self.kinds = sorted(kinds)
-        self._sums: tuple[float, ...] = (0.0,) * 5  # of 1, rows, seconds, rows², rows × seconds
+        self.layers, self.kinds = layers, sorted(kinds)
+        self.step_seconds = self.row_seconds = self.position_seconds = 0.0
+        self._covariance = np.zeros((3, 3))  # of the three
 
-    def measured(self, rows: int, seconds: float) -> None:
-        """Take a step into account."""
+    def measured(self, rows: int, position: int, seconds: float) -> None:
+        """Take a step into account. position: at which its rows start, on average over the rows if
+        they are of several prompts."""
         tiles = -(-rows // TILE_ROWS) * TILE_ROWS
         rows = next((kind for kind in self.kinds if rows <= kind <= TILE_ROWS), tiles)
-        new = (1.0, rows, seconds, rows * rows, rows * seconds)
-        self._sums = tuple(_KEPT * old + own for old, own in zip(self._sums, new, strict=True))
-        count, r, s, rr, rs = self._sums
-        spread = count * rr - r * r
-        if spread > 0.01 * r * r:
-            self.step_seconds = max(0.0, (s * rr - r * rs) / spread)
-        self.row_seconds = (s - count * self.step_seconds) / r  # the line goes through the mean
-        if self.row_seconds <= 0.0:  # noise
-            self.step_seconds, self.row_seconds = 0.0, rs / rr
+        if not self.known:
+            self.row_seconds = row = seconds / rows
+            self._covariance = np.diag([seconds / 2, row / 2, row / _FAR]) ** 2
+            return
+        parts = np.array([1, rows, rows * position])
+        before = np.array([self.step_seconds, self.row_seconds, self.position_seconds])
+        least = self.row_seconds * np.array([TILE_ROWS, 1, 1 / _FAR]) / 10
+        drift = np.diag(_OWN_DRIFT * np.maximum(before, least)) ** 2
+        covariance = self._covariance + _DRIFT**2 * np.outer(before, before) + drift
+        expected, shared = parts @ before, covariance @ parts
+        # An outlier is long: what is measured scatters by a part of it.
+        gain = shared / (parts @ shared + (_NOISE * max(seconds, expected)) ** 2)
+        self._covariance = covariance - np.outer(gain, shared)
+        least = np.array([0, _LEAST * seconds / rows, 0])
+        after = np.maximum(before + gain * (seconds - expected), least)
+        self.step_seconds, self.row_seconds, self.position_seconds = after.tolist()
 
     @property
     def known(self) -> bool:
         return self.row_seconds > 0.0
 
-    @property
-    def rows(self) -> int:
-        """The most rows of a step: as many as a layer computes in SUBMISSION_SECONDS, at least a
-        tile."""
+    def seconds(self, rows: int, position: int) -> float:
+        """The time of a step of rows that start at a position."""
+        return self.step_seconds + rows * self._row_seconds(position)
+
+    def _row_seconds(self, position: int) -> float:
+        return self.row_seconds + position * self.position_seconds
+
+    def rows(self, position: int) -> int:
+        """The most rows of a step that start at a position: as many as a layer computes in
+        SUBMISSION_SECONDS, at least a tile."""
         if not self.known:
             return FIRST_ROWS
-        return self._rows_in(SUBMISSION_SECONDS * self.layers)
+        return self._rows_in(SUBMISSION_SECONDS * self.layers, position)
 
-    @property
-    def rows_beside(self) -> int:
-        """The most rows of a step while other answers wait for their next tokens. A kind is filled
-        to its last row. The rows are not so few that the fixed part of a step dominates: then all
-        would wait longer."""
+    def rows_beside(self, position: int) -> int:
+        """The most rows of a step that start at a position while other answers wait for their next
+        tokens. A kind is filled to its last row. The rows are not so few that the fixed part of a
+        step dominates: then all would wait longer."""
         if not self.known:
-            return self.rows
-        rows = min(self.rows, self._rows_in(max(PAUSE_SECONDS, 2 * self.step_seconds)))
+            return FIRST_ROWS
+        pause = max(PAUSE_SECONDS, 2 * self.step_seconds)
+        rows = min(self.rows(position), self._rows_in(pause, position))
         return max((kind for kind in self.kinds if kind <= rows), default=rows)
 
-    def _rows_in(self, seconds: float) -> int:
-        rows = int((seconds - self.step_seconds) / self.row_seconds)
+    def _rows_in(self, seconds: float, position: int) -> int:
+        rows = int((seconds - self.step_seconds) / self._row_seconds(position))
         return max(1, rows // TILE_ROWS) * TILE_ROWS
 
     def filled(self, most: int, rows: int) -> int:
@@ -76,9 +100,9 @@ class Pace:
         apart = self.step_seconds + left * self.row_seconds
         return smaller if apart < (kind - smaller) * self.row_seconds else most
 
-    def submissions(self, rows: int) -> int:
-        """How many submissions a step of so many rows is cut into."""
+    def submissions(self, rows: int, position: int) -> int:
+        """How many submissions a step of so many rows that start at a position is cut into."""
         if not self.known:
             return self.layers
-        seconds = self.step_seconds + rows * self.row_seconds
-        return min(self.layers, max(SUBMISSIONS, math.ceil(seconds / SUBMISSION_SECONDS)))
+        pieces = math.ceil(self.seconds(rows, position) / SUBMISSION_SECONDS)
+        return min(self.layers, max(SUBMISSIONS, pieces))

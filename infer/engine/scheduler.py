@@ -5,6 +5,10 @@ chunk; then it has a row in each decode step until it ends. Decode steps and chu
 pages run out, the sequence that came last gives its own back and waits again, with the tokens that
 it has. Steps are submitted before the ids of the previous ones are read.
 
+Prompts are prefilled in the order in which they came, one after the other, and those of a higher
+priority first. But a prompt that fits into a chunk goes before the rest of a longer one that has
+begun, so that a short question does not wait for all of a long document.
+
 The time of a prefill step depends on its tiles, not its rows: if the end of a prompt leaves room,
 the next prompts begin in the same step.
 """
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -23,6 +27,7 @@ from infer.engine.pages import PagePool
 from infer.kernels.errors import RequestError
 
 AGEING = 64  # how many earlier sequences one of the next higher priority overtakes
+OVERTAKING = 4  # the most chunks of short prompts in a row that go before a long one's next
 HEADROOM = 256  # positions that must be free for an answer before it begins
 COPIED = 8  # as few shared tokens are computed again rather than copied a step later
 
@@ -57,7 +62,7 @@ class Sequence:
     ) -> None:
         """limit: the most tokens to generate; with 0 it generates none, and is to be cancelled when
         the last chunk of its prompt has been read. key: what keys and values depend on besides the
-        tokens. priority: higher ones begin first. group: sequences of a group can share decode
+        tokens. priority: lower ones begin first. group: sequences of a group can share decode
         steps. ahead: the most tokens in flight. shares: whether it takes what others left in the
         cache and leaves its own there; if not, all of its prompt is computed. chunk: the most
         tokens of its prompt in a step."""
@@ -74,6 +79,7 @@ class Sequence:
         self.saves: list[int] = []  # positions after which its state is saved while it is prefilled
         self.state: State = "waiting"
         self.rank = 0, 0  # the lowest goes first
+        self.cached: int | None = None  # positions found in the cache while it waits, if looked for
         self._begun = False
         self.admitted = 0.0
 
@@ -163,6 +169,7 @@ class Scheduler:
         self._steps = self._prefilled = 0
         self._decoded: dict[Hashable, int] = {}
         self._short: Sequence | None = None  # found no room since the last page was released
+        self._overtaken = 0  # chunks of short prompts since a long one last began a step
 
     @property
     def idle(self) -> bool:
@@ -192,13 +199,14 @@ class Scheduler:
                 "the answer included. Shorten the prompt or take a larger `context`."
             )
         sequence.limit = min(sequence.limit, room - sequence.prompt_tokens)
-        sequence.rank = self._added - AGEING * sequence.priority, self._added
+        sequence.rank = self._added + AGEING * sequence.priority, self._added
         self._added += 1
         self._wait(sequence)
 
-    def next(self, most_rows: int) -> tuple[Prefill, ...] | Decode | None:
-        """The step to submit now: a decode step, or chunks of at most `most_rows` rows together;
-        None if nothing can be done before more ids are read."""
+    def next(self, most_rows: Callable[[int], int]) -> tuple[Prefill, ...] | Decode | None:
+        """The step to submit now: a decode step, or chunks; None if nothing can be done before more
+        ids are read. most_rows: the most rows of a step for the position at which a chunk in it
+        starts, no more for a later one; at least 1."""
         step: tuple[Prefill, ...] | Decode | None = None
         groups = self._ready()
         # Chunks come after one decode step of each group.
@@ -272,17 +280,17 @@ class Scheduler:
 
     # Prefill
 
-    def _prefill(self, most_rows: int) -> tuple[Prefill, ...]:
+    def _prefill(self, most_rows: Callable[[int], int]) -> tuple[Prefill, ...]:
         """Chunks of the first sequences whose tokens are not all cached. Each but the last chunk
         ends its prompt."""
         chunks: list[Prefill] = []
-        most = min(self.chunk, most_rows)
-        while most > 0 and len(chunks) < self.prompts:
-            chunk = self._chunk(most, chunks)
+        left = min(self.chunk, most_rows(0))
+        while left > 0 and len(chunks) < self.prompts:
+            chunk = self._chunk(most_rows, chunks)
             if chunk is None:
                 break
             chunks.append(chunk)
-            most -= chunk.count
+            left -= chunk.count
             if not chunk.last:
                 break
         if chunks:
@@ -290,20 +298,33 @@ class Scheduler:
             self._prefilled = self._steps
         return tuple(chunks)
 
-    def _chunk(self, most: int, others: Ids[Prefill]) -> Prefill | None:
+    def _chunk(self, most_rows: Callable[[int], int], others: Ids[Prefill]) -> Prefill | None:
         """The next chunk of a step, after the others in it."""
         sequence = min(self.prefilling, key=_rank, default=None)
-        copy = restore = save = None
+        candidate = next(iter(self.waiting), None)
+        short = copy = restore = save = None
         first = False
-        if self.waiting and (sequence is None or self.waiting[0].rank < sequence.rank):
-            admitted = self._admit(self.waiting[0], others)
+        if sequence is not None and (candidate is None or sequence.rank < candidate.rank):
+            candidate = short = self._short_before(sequence)
+            if short is not None and short.state == "prefill":
+                sequence, candidate = short, None
+        if candidate is not None:
+            admitted = self._admit(candidate, others)
             if admitted is not None:
                 sequence, copy, restore = admitted
                 first = True
         if sequence is None or not _fits(sequence, others):
             return None
         start, length = sequence.computed, len(sequence.tokens)
-        end = min(start + min(most, sequence.chunk), length)
+        most = min(self.chunk, most_rows(start)) - sum(chunk.count for chunk in others)
+        if most <= 0 and not first:
+            return None
+        if sequence is short:
+            self._overtaken += 1
+        elif not others:
+            self._overtaken = 0
+        # One that was admitted has a row at least: its copies belong to a chunk.
+        end = min(start + min(max(most, 1), sequence.chunk), length)
         if until := next((position for position in sequence.saves if position > start), 0):
             end = min(end, until)
             if end == until:
@@ -316,6 +337,26 @@ class Scheduler:
             self.prefilling.remove(sequence)
             insort(self.running, sequence, key=slot_of)
         return Prefill(sequence, start, end - start, copy, restore, save, first, last)
+
+    def _short_before(self, first: Sequence) -> Sequence | None:
+        """A sequence whose prompt goes before the next chunk of the first one: its rest fits into a
+        chunk and the first one's does not. None if too many did in a row."""
+        if self._overtaken >= OVERTAKING or self._is_short(first):
+            return None
+        others = [*sorted(self.prefilling, key=_rank), *(self.waiting if self._slots else ())]
+        able = (s for s in others if s.priority <= first.priority and self._is_short(s))
+        return next(able, None)
+
+    def _is_short(self, sequence: Sequence) -> bool:
+        """Whether what is not cached of its prompt fits into a chunk."""
+        length, most = len(sequence.tokens), min(self.chunk, sequence.chunk)
+        if sequence.state != "waiting" or length <= most or not sequence.shares:
+            return length - sequence.computed <= most
+        if sequence.cached is None:  # looked for once, which takes a while in long prompts
+            match = self.pool.match(sequence.tokens, sequence.key, length - 1)
+            self.pool.unmatch(match, length - 1)
+            sequence.cached = match.length
+        return length - sequence.cached <= most
 
     def _admit(
         self, sequence: Sequence, others: Ids[Prefill]
@@ -360,7 +401,7 @@ class Scheduler:
         if match.partial is not None:
             copy = (match.partial[0], fresh[0])
             pool.release(match.partial[:1])
-        del self.waiting[0]
+        self.waiting.remove(sequence)
         self.prefilling.append(sequence)
         sequence.state, sequence.slot = "prefill", heappop(self._slots)
         sequence.pages = [*match.pages, *fresh]
@@ -451,7 +492,7 @@ class Scheduler:
     # Both
 
     def _wait(self, sequence: Sequence) -> None:
-        sequence.state = "waiting"
+        sequence.state, sequence.cached = "waiting", None
         insort(self.waiting, sequence, key=_rank)
 
     def _store(self, sequence: Sequence, known: int, partial: bool = False) -> None:

@@ -36,16 +36,17 @@ class Wanted(NamedTuple):
 
 @dataclass(eq=False)
 class InFlight:
-    """A submitted step that has not been read. since: when it was submitted. prefilled: rows of a
-    prompt. sequences: of a decode step. drafts: in a step with drafts, the drafted token of each
-    row, None for a row whose token was known, NO_TOKEN if only the GPU knows it. kind: the kind
-    under which its time is measured (`Speculation.measured`)."""
+    """A submitted step that has not been read. since: when it was submitted. prefilled: the rows of
+    a step of prompts, and the position at which they start, on average over the rows. sequences: of
+    a decode step. drafts: in a step with drafts, the drafted token of each row, None for a row
+    whose token was known, NO_TOKEN if only the GPU knows it. kind: the kind under which its time is
+    measured (`Speculation.measured`)."""
 
     submission: Any
     staging: Staging
     wanted: Wanted
     since: float
-    prefilled: int
+    prefilled: tuple[int, int] | None
     sequences: int
     drafts: tuple[int | None, ...]
     kind: Hashable
@@ -166,7 +167,7 @@ class Submissions:
         kv_len: int,
         wanted: Wanted,
         *,
-        prefilled: int = 0,
+        prefilled: tuple[int, int] | None = None,
         sequences: int = 0,
         drafts: tuple[int | None, ...] = (),
         kind: Hashable = 0,
