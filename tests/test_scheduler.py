@@ -628,6 +628,79 @@ def test_prompts_fill_a_step() -> None:
     assert chunks(plan) == [(5, 0, 3), (6, 0, 13)]
 
 
+def test_a_short_prompt_goes_before_the_rest_of_a_long_one() -> None:
+    """In whose step the long one goes on. A prompt that needs more than a chunk waits its turn."""
+    plan = packing([1] * 60)
+    assert chunks(plan) == [(1, 0, 16)]
+    for tokens in ([2] * 40, [3] * 5, [4] * 16, [5] * 3, [6] * 3):
+        plan.add(Sequence(tokens, limit=1))
+    assert chunks(plan) == [(3, 0, 5), (4, 0, 11)]
+    assert chunks(plan) == [(4, 11, 16), (5, 0, 3), (1, 16, 24)]
+    assert chunks(plan) == [(1, 24, 40)]  # after four in a row
+    assert chunks(plan) == [(6, 0, 3), (1, 40, 53)]
+    assert chunks(plan) == [(1, 53, 60), (2, 0, 9)]
+
+
+def test_short_prompts_do_not_keep_a_long_one_waiting() -> None:
+    plan = packing([1] * 60, *([i] * 16 for i in range(2, 9)), pages=100, most=1)
+    order = []
+    while plan.has_prompts:
+        step = plan.next(most(100))
+        order += [chunk.sequence.tokens[0] for chunk in step] if isinstance(step, tuple) else []
+    assert order == [1, 2, 3, 4, 5, 1, 6, 7, 8, 1, 1]
+
+
+@pytest.mark.parametrize(("priority", "order"), [(0, [2, 1, 1]), (1, [1, 1, 2]), (-1, [2, 1, 1])])
+def test_a_short_prompt_of_lower_priority_overtakes_none(priority: int, order: list[int]) -> None:
+    plan = packing([1] * 48, most=1)
+    assert chunks(plan) == [(1, 0, 16)]
+    plan.add(Sequence([2] * 3, limit=8, priority=priority))
+    following = [plan.next(most(100)) for _ in range(6)]
+    begun = [step[0].sequence.tokens[0] for step in following if isinstance(step, tuple)]
+    assert begun[:3] == order
+
+
+def test_a_long_prompt_of_higher_priority_goes_before_short_ones() -> None:
+    plan = packing([1] * 60, most=1)
+    assert chunks(plan) == [(1, 0, 16)]
+    plan.add(Sequence([2] * 40, limit=8, priority=-1))
+    plan.add(Sequence([3] * 4, limit=8))
+    assert [chunks(plan)[0][0] for _ in range(2)] == [2, 2]
+
+
+def test_a_prompt_most_of_which_is_cached_is_a_short_one() -> None:
+    """As the next turn of a conversation is."""
+    plan = packing([2] * 40, most=1)
+    while plan.has_prompts:
+        plan.next(most(100))
+    for tokens in ([1] * 60, [3] * 40 + [2] * 9, [2] * 40 + [3] * 9):
+        plan.add(Sequence(tokens, limit=8))
+    steps = [plan.next(most(100)) for _ in range(6)]
+    begun = [(c.sequence.tokens[0], c.start) for s in steps if isinstance(s, tuple) for c in s]
+    assert begun[:3] == [(1, 0), (2, 40), (1, 16)]
+
+
+def test_a_long_prompt_does_not_keep_a_short_one_from_a_slot() -> None:
+    """Even if another long one waits for pages before it."""
+    plan = packing([1] * 60, [2] * 60, [3] * 3, pages=25, most=1)
+    assert [chunks(plan)[0][0] for _ in range(2)] == [1, 3]
+    assert [s.tokens[0] for s in plan.waiting] == [2]
+
+
+def test_rows_of_a_step_depend_on_where_they_start() -> None:
+    """Known of a prompt that is cached only when it is admitted."""
+    plan = packing([1] * 40, most=4)
+    starts = list[tuple[int, int]]()
+    while plan.has_prompts:
+        step = plan.next(lambda position: 16 if position < 20 else 4)
+        starts += [(c.start, c.count) for c in step] if isinstance(step, tuple) else []
+    assert starts == [(0, 16), (16, 16), (32, 4), (36, 4)]
+    plan.add(Sequence([1] * 40 + [2] * 9, limit=8))
+    plan.add(Sequence([3] * 9, limit=8))
+    assert isinstance(plan.next(most(100)), Decode)
+    assert chunks(plan, 4) == [(1, 40, 44)]
+
+
 def test_rows_that_may_share_a_step_are_counted() -> None:
     plan = packing([1] * 5, [2] * 20, [3], [4] * 2, [5] * 3)
     assert plan.shared_rows == 28  # of four
