@@ -120,7 +120,6 @@ INSTEAD = {
     "num_thread": _ON_GPU,
     "options": "Give each by its own name, such as temperature=0.7, without {name}.",
     "pipeline_parallel_size": _ONE_GPU,
-    "priority": "Answers are generated in the order in which they are asked for: leave {name} out.",
     "prompt_logprobs": _PROMPT_SCORES,
     "raw": "generate() takes a text as it is, and chat() takes it for a message.",
     "return_full_text": "A result has the answer alone: put the prompt before it.",

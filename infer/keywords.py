@@ -22,6 +22,7 @@ class _AnswerOptions(SamplingOptions, total=False):
     add_generation_prompt: bool | None
     continue_final_message: bool | None
     cache_salt: str | None
+    priority: int
     timeout: float | None
     tools: Sequence[Tool] | None
     tool_choice: ToolChoice

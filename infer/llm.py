@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, islice
-from numbers import Real
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 import numpy as np
@@ -428,6 +428,7 @@ class LLM(Uncopied):
         continue_final_message: bool | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
         timeout: float | None = None,
         tools: Sequence[Tool] | None = None,
         tool_choice: ToolChoice = "auto",
@@ -448,6 +449,9 @@ class LLM(Uncopied):
         adapter: the name of one of `adapters`.
         cache_salt: a text. What the cache keeps of prompt and answer is reused only by calls with
             the same one, so that nobody else can tell by the time taken what was asked.
+        priority: an integer; where answers wait for each other, lower ones go first. For each
+            number that it is lower than another's, it goes before up to 64 of those that were asked
+            for earlier, so that none waits for ever.
         timeout: seconds from its beginning, those in which it waits for others included, after
             which the answer ends with what there is, and the finish reason "timeout". It is looked
             at between steps.
@@ -469,6 +473,7 @@ class LLM(Uncopied):
         self._engine.check_adapter(adapter)
         _check_processor(logits_processor)
         _check_salt(cache_salt)
+        _check_priority(priority)
         _check_timeout(timeout)
         params = _params(params, sampling)
         _check_template_args(template_args)
@@ -512,6 +517,7 @@ class LLM(Uncopied):
             constraint=constraint,
             adapter=adapter,
             cache_salt=cache_salt,
+            priority=int(priority),
         )
 
         def begin() -> TokenAnswer:
@@ -1261,6 +1267,15 @@ def _check_salt(cache_salt: object) -> None:
         raise RequestError(f"cache_salt must be a text, not {shown(cache_salt)}.")
 
 
+def _check_priority(priority: object) -> None:
+    is_integer = isinstance(priority, Integral) and not isinstance(priority, bool)
+    if not (is_integer and -(2**31) <= int(priority) < 2**31):  # type: ignore[call-overload]
+        raise RequestError(
+            "`priority` must be an integer from -2**31 to 2**31 - 1 (lower ones go first), not "
+            f"{shown(priority)}."
+        )
+
+
 def _check_timeout(timeout: object) -> None:
     is_number = isinstance(timeout, Real) and not isinstance(timeout, bool | np.bool_)
     if not (timeout is None or (is_number and 0 < float(timeout) < math.inf)):  # type: ignore[arg-type]
@@ -1285,6 +1300,7 @@ def check_options(
     continue_final_message: bool | None = None,
     adapter: str | None = None,
     cache_salt: str | None = None,
+    priority: int = 0,
     timeout: float | None = None,
     tools: Sequence[Tool] | None = None,
     tool_choice: ToolChoice = "auto",
@@ -1296,6 +1312,7 @@ def check_options(
     check_tools(tools, tool_choice, parallel_tool_calls)
     _check_processor(logits_processor)
     _check_salt(cache_salt)
+    _check_priority(priority)
     _check_timeout(timeout)
     _check_template_args(template_args)
     _params(params, sampling)

@@ -163,6 +163,7 @@ class FakeEngine:
         self.asked: list[tuple[Any, ...]] = []
         self.tools: list[ToolOptions | None] = []
         self.salts: list[str | None] = []
+        self.priorities: list[int] = []
 
     async def encode(
         self,
@@ -200,10 +201,12 @@ class FakeEngine:
         adapter: str | None,
         tools: ToolOptions | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> FakeAnswer:
         self.asked.append((list(ids), params, adapter))
         self.tools.append(tools)
         self.salts.append(cache_salt)
+        self.priorities.append(priority)
         return self.answer()
 
     def answer(self) -> FakeAnswer:

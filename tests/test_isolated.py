@@ -109,6 +109,22 @@ def test_eight_answers_go_on_when_the_process_is_killed(here: LLM, there: LLM) -
     assert streams[0].result.timings.decoded_tokens == 7
 
 
+@pytest.mark.parametrize("isolated", [False, True], ids=["here", "there"])
+def test_a_lower_priority_goes_first(isolated: bool, request: pytest.FixtureRequest) -> None:
+    """Of two answers that wait for a slot, the first to be asked for waits until the other had
+    one."""
+    llm: LLM = request.getfixturevalue("there" if isolated else "here")
+    limits = [10, 30, 50, 70]
+    running = [llm.stream(STORY, max_tokens=n, ignore_eos=True) for n in limits]
+    waiting = [llm.stream(STORY, max_tokens=1, priority=n) for n in (0, np.int64(-1))]
+    assert len(running) == llm.slots
+    for stream in (*running, *waiting):
+        stream._begin()
+    together([*running, *waiting])
+    late, early = (stream.result.timings.queue_seconds for stream in waiting)
+    assert 0 < early < late
+
+
 TOOL = {
     "type": "function",
     "function": {

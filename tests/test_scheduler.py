@@ -306,7 +306,7 @@ class World:
             assert len(s.tokens) - known <= most_rows
 
     def check_chunk(self, step: Prefill) -> None:
-        s, scheduler = step.sequence, self.scheduler
+        s = step.sequence
         assert step.count > 0
         assert s.computed == step.start + step.count <= len(s.tokens)
         assert len(s.pages) == self.pool.pages_for(len(s.tokens))

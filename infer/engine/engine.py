@@ -247,6 +247,7 @@ class Engine(TokenEngine):
         constraint: Constraint | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
         generated: Sequence[int] = (),
     ) -> Answer:
         """with_logits also reads back the logits of every step. With a logits_processor they come
@@ -280,7 +281,7 @@ class Engine(TokenEngine):
             constraint,
             chain,
             None,
-            self._sequence(ids, limit - len(generated), (adapter, cache_salt), ahead),
+            self._sequence(ids, limit - len(generated), (adapter, cache_salt), ahead, priority),
             count=len(generated),
             newest=ids[-1] if generated else -1,
         )
@@ -306,14 +307,21 @@ class Engine(TokenEngine):
         return replace(chain, min_p=True) if self.options.invariant and chain.noise else chain
 
     def _sequence(
-        self, ids: Sequence[int], limit: int, key: tuple[str | None, ...], ahead: int
+        self,
+        ids: Sequence[int],
+        limit: int,
+        key: tuple[str | None, ...],
+        ahead: int,
+        priority: int,
     ) -> scheduler.Sequence:
         """A sequence of `limit` more tokens, or as many as keep the same rotary table. key: of the
         cache."""
         rope = self.model.config.rope
         part = int(min(limit, same_until(rope, len(ids)) + 1 - len(ids)))
         length = table_length(rope, len(ids))
-        return scheduler.Sequence(ids, limit=part, key=(*key, length), group=length, ahead=ahead)
+        return scheduler.Sequence(
+            ids, limit=part, key=(*key, length), priority=priority, group=length, ahead=ahead
+        )
 
     def begin(self, text: Text) -> None:
         """Queue it. Whoever waits computes it."""
@@ -698,7 +706,7 @@ class Engine(TokenEngine):
         """Begin its next part: from here on all positions have another rotary table."""
         before = answer.sequence
         rest, key = answer.limit - answer.count, (answer.adapter, answer.cache_salt)
-        sequence = self._sequence(before.tokens, rest, key, before.ahead)
+        sequence = self._sequence(before.tokens, rest, key, before.ahead, before.priority)
         self.scheduler.add(sequence)
         self._answers[sequence] = answer
         answer.sequence = sequence

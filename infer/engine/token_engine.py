@@ -201,12 +201,13 @@ class TokenEngine(ABC):
         constraint: Constraint | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> TokenAnswer:
         """The tokens after the prompt, until a stop id, max_tokens or the end of the context.
 
         params: `resolved`. With a logits_processor numpy chooses. constraint: the one that params
         ask for. adapter: one of `adapter_names`. cache_salt: what is cached is found by those alone
-        who give the same.
+        who give the same. priority: lower ones begin first.
         """
 
     @abstractmethod

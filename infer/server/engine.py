@@ -16,6 +16,7 @@ from infer.aio import AsyncStream
 from infer.engine.token_engine import EngineStats
 from infer.kernels.errors import DeviceError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo
+from infer.keywords import AnswerOptions
 from infer.llm import LLM, Prompt
 from infer.models.loading.plan import Summary
 from infer.results import Chunk, Result, TokenLogprob
@@ -133,6 +134,7 @@ class EngineClient(Protocol):
         adapter: str | None,
         tools: ToolOptions | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> Answer:
         """tools: given for chats, even if there are none: the answer is then split into text,
         reasoning and calls."""
@@ -213,9 +215,11 @@ class LLMClient:
         adapter: str | None,
         tools: ToolOptions | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> Answer:
         chat: ToolOptions = {} if tools is None else {"tools": [], **tools}
-        begin = partial(self._llm.astream, params=params, adapter=adapter, cache_salt=cache_salt)
+        own: AnswerOptions = {"adapter": adapter, "cache_salt": cache_salt, "priority": priority}
+        begin = partial(self._llm.astream, params=params, **own)
         has_grammar = params.constrained or bool(chat.get("tools"))
         if len(ids) <= _SHORT and not (has_grammar or params.bad_words):
             return _Answer(self, begin(ids, **chat))

@@ -103,12 +103,16 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     disable_fallback: bool = False
 
 
+# vLLM's: lower ones go first.
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+
+
 class GenerationRequest(Request, kw_only=True):
     """The parameters that chat and text completions share. Those that are None are left to the
     model. OpenAI has none from min_tokens to ignore_eos but stop, nor bad_words, allowed_token_ids,
-    schema, regex, choices, grammar nor cache_salt; structured_outputs and those that are guided are
-    vLLM's names of schema, regex, choices and grammar, json_schema llama.cpp's. A grammar is Lark,
-    or GBNF as llama.cpp has it."""
+    schema, regex, choices, grammar, cache_salt nor priority; structured_outputs and those that are
+    guided are vLLM's names of schema, regex, choices and grammar, json_schema llama.cpp's. A
+    grammar is Lark, or GBNF as llama.cpp has it."""
 
     labels: ClassVar = Request.labels | {"prediction", "service_tier", "store"}
 
@@ -144,6 +148,7 @@ class GenerationRequest(Request, kw_only=True):
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
+    priority: Priority = 0
 
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:

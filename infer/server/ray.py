@@ -261,7 +261,7 @@ def _prompt(request: PendingRequest | None) -> tuple[Sequence[int], tuple[Any, .
     """Ids, and what else keys and values depend on, of a call of `Replica.answer`."""
     if request is None or request.metadata.call_method != "answer":
         return None
-    ids, _, adapter, _, salt = request.args
+    ids, _, adapter, _, salt, _ = request.args
     return ids, (adapter, salt)
 
 
@@ -339,10 +339,11 @@ class RayEngine(Info):
         adapter: str | None,
         tools: ToolOptions | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> RayAnswer:
         if params.seed is None:  # or it could not be made again
             params = replace(params, seed=secrets.randbits(53))
-        answer = RayAnswer(self._handle, (ids, params, adapter, tools, cache_salt))
+        answer = RayAnswer(self._handle, (ids, params, adapter, tools, cache_salt, priority))
         await _tried(answer.begin)
         return answer
 
