@@ -383,7 +383,7 @@ def test_a_short_prompt_is_answered_before_a_long_one_is_read(
     engine_of: Callable[..., Engine], case: str
 ) -> None:
     """Also one that begins as the long one does, of whose pages it copies a part."""
-    engine = engine_of(case, max_batch=4, prefill_chunk=16)
+    engine = engine_of(case, max_batch=4, prefill_chunk=16, context=400)
     stem: list[int] = load(case).prompt_ids.tolist()
     long = 6 * stem
     shorts = [stem[2:7], [*stem[:11], 9], long[:16]]

@@ -214,7 +214,7 @@ def test_the_priority_of_a_request_reaches_the_engine() -> None:
         for path, body in bodies:
             for own in ({"priority": -3}, {"priority": None}, {}):
                 assert ask(address, path, body | own)[0].status == 200
-        assert ask(address, MESSAGES_PATH, ANTHROPIC)[0].status == 200
+        assert ask(address, MESSAGES_PATH, {**ANTHROPIC, "messages": MESSAGES})[0].status == 200
         response, data = ask(address, RESPONSES, {"input": "a", "priority": "1"})
         assert (response.status, json.loads(data)["error"]["param"]) == (400, "priority")
     assert engine.priorities == [-3, 0, 0, -3, -3, 0, 0, 0, 0, -3, 0, 0, 0]
