@@ -106,18 +106,23 @@ def test_the_first_step_is_small() -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU whose steps take so many seconds, and for each row, each row and position before it,
-    and each position before it; all but the last grow with whole tiles of rows."""
+    """A GPU whose steps take so many seconds, and for each row, and each row and position before
+    it, as if there were as many rows at least as fill it. There are whole tiles of rows."""
 
     step: float
     row: float
     attention: float
-    position: float = 0.0
+    fills: int = TILE_ROWS
 
     def seconds(self, rows: int, position: int) -> float:
         tiles = -(-rows // TILE_ROWS) * TILE_ROWS
-        each = self.row + position * self.attention
-        return self.step + position * self.position + tiles * each
+        attending = self.attention * max(tiles, self.fills)
+        return self.step + self.row * tiles + position * attending
+
+    def fixed(self, position: int) -> float:
+        """The seconds that a step takes at a position, however few rows it has."""
+        idle = self.fills if self.fills > TILE_ROWS else 0
+        return self.step + self.attention * idle * position
 
     def at_zero(self, pace: Pace, draw: random.Random, steps: int = 300) -> None:
         """Measure steps of short prompts."""
@@ -138,13 +143,18 @@ class Machine:
         return steps
 
     def check(self, steps: list[tuple[int, int]]) -> None:
-        """Check that no step is longer than the pause but for what nobody can know, the scatter of
-        the times, and that few are shorter than they need be."""
-        small = 0
+        """Check that no step is longer than it may be but for what nobody can know, the scatter of
+        the times; and that few are shorter than they need be. One in a hundred may be twice as
+        long: it is to show what attention of more rows takes."""
+        small = long = 0
         for position, rows in steps:
-            assert rows == TILE_ROWS or self.seconds(rows, position) < 1.15 * PAUSE_SECONDS
+            least = self.seconds(TILE_ROWS, position)
+            pause = max(PAUSE_SECONDS, 1.5 * self.fixed(position))
+            assert self.seconds(rows, position) < 2 * max(pause, least)
+            long += rows > TILE_ROWS and self.seconds(rows, position) > 1.15 * pause
             more = self.seconds(rows + 2 * TILE_ROWS, position)
             small += rows < CHUNK and more < 0.9 * PAUSE_SECONDS
+        assert long <= len(steps) / 100 + 1
         assert small < len(steps) / 20 + 5
 
 
@@ -152,8 +162,8 @@ MACHINES = [
     pytest.param(Machine(0.003, 2.1e-4, 8.4e-9), id="a large model"),
     pytest.param(Machine(0.001, 3e-5, 3.8e-9), id="a small model"),
     pytest.param(Machine(0.001, 1e-5, 2e-9), id="a very small model"),
-    pytest.param(Machine(0.003, 1e-4, 1e-9, 2e-7), id="attention leaves some of the GPU idle"),
-    pytest.param(Machine(0.001, 3e-5, 0.0, 2e-7), id="attention of few rows takes as long"),
+    pytest.param(Machine(0.003, 7.2e-5, 2.4e-9, 256), id="attention of few rows takes as long"),
+    pytest.param(Machine(0.001, 1.5e-5, 5e-10, 512), id="attention of all chunks takes as long"),
     pytest.param(Machine(0.003, 1e-4, 0.0), id="layers with a state alone"),
     pytest.param(Machine(0.010, 3e-3, 1.5e-7), id="a software adapter"),
 ]
@@ -168,7 +178,7 @@ def test_steps_beside_answers_are_short_at_every_position(machine: Machine, shor
     steps = machine.climb(pace, draw)
     machine.check(steps)
     rows = [rows for _, rows in steps]
-    if machine.attention > 1e-9:
+    if machine.attention and machine.fills == TILE_ROWS:
         assert rows[-1] <= max(max(rows) / 3, TILE_ROWS)
 
 
@@ -181,6 +191,36 @@ def test_one_step_far_on_says_what_attention_takes(machine: Machine) -> None:
     machine.at_zero(pace, draw, 2000)
     machine.check(machine.climb(pace, draw, start=100_000)[1:])
     machine.check(machine.climb(pace, draw))
+
+
+def test_steps_are_not_small_where_that_saves_little() -> None:
+    """Far on, where attention of few rows takes as long as that of many."""
+    machine, pace, draw = Machine(0.003, 7.2e-5, 2.4e-9, 256), Pace(32), random.Random(0)
+    machine.at_zero(pace, draw)
+    steps = machine.climb(pace, draw)
+    seconds = sum(machine.seconds(rows, position) for position, rows in steps)
+    least = sum(machine.seconds(TILE_ROWS, i) for i in range(0, 131_072, TILE_ROWS))
+    assert seconds < 0.6 * least
+
+
+def test_steps_beside_answers_fill_a_kind_at_every_position() -> None:
+    kinds = (16, 32, 64, 128, 256, 512)
+    machine, pace, draw = Machine(0.001, 3e-5, 3.8e-9), Pace(32, kinds), random.Random(0)
+    machine.at_zero(pace, draw)
+    steps = machine.climb(pace, draw)
+    assert {rows for _, rows in steps} == {64, 128, 256, 512}
+    for position, rows in steps:
+        assert rows == 128 or machine.seconds(rows, position) < 1.15 * PAUSE_SECONDS
+
+
+def test_a_prompt_that_was_alone_until_an_answer_came() -> None:
+    """All its steps had the most rows."""
+    for fills in (TILE_ROWS, 256):
+        machine, pace, draw = Machine(0.003, 7.2e-5, 2.4e-9, fills), Pace(32), random.Random(0)
+        for position in range(0, 60_000, CHUNK):
+            seconds = machine.seconds(CHUNK, position) * draw.uniform(0.9, 1.1)
+            pace.measured(CHUNK, position, seconds)
+        machine.check(machine.climb(pace, draw, start=60_000)[1:])
 
 
 @pytest.mark.parametrize("factor", [0.4, 3.0])
@@ -220,9 +260,10 @@ def test_steps_of_one_size_at_position_0_say_nothing_wrong() -> None:
     for _ in range(100):
         pace.measured(256, 0, 0.04)
     assert pace.seconds(256, 0) == pytest.approx(0.04, rel=0.01)
-    assert pace.position_seconds == 0.0
+    assert pace.position_seconds == pace.attention_seconds == 0.0
     assert pace.rows_beside(0) == 256
-    assert min(pace.step_seconds, pace.row_seconds, pace.position_seconds) >= 0
+    assert pace.step_seconds >= 0
+    assert pace.row_seconds > 0
 
 
 def test_submissions_are_short_at_every_position() -> None:

@@ -17,12 +17,16 @@ _NOISE = 0.1  # how far measured times scatter, as a part of them
 _DRIFT = 0.1  # how much faster or slower a GPU may be from one step to the next
 _OWN_DRIFT = 0.03  # how much any one of the seconds below may change by itself meanwhile
 _FAR = 10_000  # positions whose attention may take as long as the rest of a row, for all we know
+_IDLE_ROWS = 256  # rows that may take as long there as fewer, for all we know
 _LEAST = 0.01  # of the seconds of a step: as much at least is for its rows
+_PROBE = 128  # steps far on, one of which has other rows than the others
 
 
 class Pace:
-    """A prefill step takes step_seconds, and for each row row_seconds, and position_seconds more
-    for each position before it, which attention reads. All are 0 until a step was measured.
+    """How long a prefill step takes: step_seconds; row_seconds for each row; position_seconds for
+    each position before its rows, however few they are, as attention of few rows leaves most of a
+    GPU idle; and attention_seconds for each row and position before it. All are 0 until a step was
+    measured.
 
     They are estimated from the steps measured so far by a Kalman filter, which keeps how well each
     of them is known: many steps near position 0 leave what is known of far positions as it is, and
@@ -32,30 +36,38 @@ class Pace:
 
     def __init__(self, layers: int, kinds: Sequence[int] = ()) -> None:
         self.layers, self.kinds = layers, sorted(kinds)
-        self.step_seconds = self.row_seconds = self.position_seconds = 0.0
-        self._covariance = np.zeros((3, 3))  # of the three
+        self.step_seconds = self.row_seconds = 0.0
+        self.position_seconds = self.attention_seconds = 0.0
+        self._covariance = np.zeros((4, 4))  # of the four
+        self._far = 0  # steps that were
 
     def measured(self, rows: int, position: int, seconds: float) -> None:
         """Take a step into account. position: at which its rows start, on average over the rows if
         they are of several prompts."""
         tiles = -(-rows // TILE_ROWS) * TILE_ROWS
         rows = next((kind for kind in self.kinds if rows <= kind <= TILE_ROWS), tiles)
+        likely = np.array([TILE_ROWS, 1, _IDLE_ROWS / _FAR, 1 / _FAR])  # of row_seconds
         if not self.known:
-            self.row_seconds = row = seconds / rows
-            self._covariance = np.diag([seconds / 2, row / 2, row / _FAR]) ** 2
+            self.row_seconds = seconds / rows
+            first = [seconds / 2, self.row_seconds / 2, *(self.row_seconds * likely[2:])]
+            self._covariance = np.diag(first) ** 2
             return
-        parts = np.array([1, rows, rows * position])
-        before = np.array([self.step_seconds, self.row_seconds, self.position_seconds])
-        least = self.row_seconds * np.array([TILE_ROWS, 1, 1 / _FAR]) / 10
-        drift = np.diag(_OWN_DRIFT * np.maximum(before, least)) ** 2
-        covariance = self._covariance + _DRIFT**2 * np.outer(before, before) + drift
+        self._far += self._is_far(rows, position)
+        parts = np.array([1, rows, position, rows * position])
+        before = np.array(
+            [self.step_seconds, self.row_seconds, self.position_seconds, self.attention_seconds]
+        )
+        own = _OWN_DRIFT * np.maximum(before, self.row_seconds * likely / 4)
+        drift = _DRIFT**2 * np.outer(before, before) + np.diag(own) ** 2
+        covariance = self._covariance + drift
         expected, shared = parts @ before, covariance @ parts
         # An outlier is long: what is measured scatters by a part of it.
         gain = shared / (parts @ shared + (_NOISE * max(seconds, expected)) ** 2)
         self._covariance = covariance - np.outer(gain, shared)
-        least = np.array([0, _LEAST * seconds / rows, 0])
-        after = np.maximum(before + gain * (seconds - expected), least)
-        self.step_seconds, self.row_seconds, self.position_seconds = after.tolist()
+        least = np.array([0, _LEAST * seconds / rows, 0, 0])
+        after = np.maximum(before + gain * (seconds - expected), least).tolist()
+        self.step_seconds, self.row_seconds, *far = after
+        self.position_seconds, self.attention_seconds = far
 
     @property
     def known(self) -> bool:
@@ -63,10 +75,17 @@ class Pace:
 
     def seconds(self, rows: int, position: int) -> float:
         """The time of a step of rows that start at a position."""
-        return self.step_seconds + rows * self._row_seconds(position)
+        return self._fixed(position) + rows * self._row(position)
 
-    def _row_seconds(self, position: int) -> float:
-        return self.row_seconds + position * self.position_seconds
+    def _fixed(self, position: int) -> float:
+        return self.step_seconds + position * self.position_seconds
+
+    def _row(self, position: int) -> float:
+        return self.row_seconds + position * self.attention_seconds
+
+    def _is_far(self, rows: int, position: int) -> bool:
+        """Whether the positions before the rows make a step take half as long again."""
+        return self.seconds(rows, position) > 1.5 * self.seconds(rows, 0)
 
     def rows(self, position: int) -> int:
         """The most rows of a step that start at a position: as many as a layer computes in
@@ -78,15 +97,22 @@ class Pace:
     def rows_beside(self, position: int) -> int:
         """The most rows of a step that start at a position while other answers wait for their next
         tokens. A kind is filled to its last row. The rows are not so few that the fixed part of a
-        step dominates: then all would wait longer."""
+        step dominates: then all would wait longer. How much of what positions take is fixed is seen
+        by a step with other rows, once in a while."""
         if not self.known:
             return FIRST_ROWS
-        pause = max(PAUSE_SECONDS, 2 * self.step_seconds)
+        pause = max(PAUSE_SECONDS, 2 * self.step_seconds, 1.5 * self._fixed(position))
         rows = min(self.rows(position), self._rows_in(pause, position))
-        return max((kind for kind in self.kinds if kind <= rows), default=rows)
+        rows = max((kind for kind in self.kinds if kind <= rows), default=rows)
+        if self._far % _PROBE == _PROBE - 1 and self._is_far(rows, position):
+            if rows > TILE_ROWS:
+                return rows // (2 * TILE_ROWS) * TILE_ROWS
+            if self.seconds(rows, position) < SUBMISSION_SECONDS:
+                return 2 * TILE_ROWS
+        return rows
 
     def _rows_in(self, seconds: float, position: int) -> int:
-        rows = int((seconds - self.step_seconds) / self._row_seconds(position))
+        rows = int((seconds - self._fixed(position)) / self._row(position))
         return max(1, rows // TILE_ROWS) * TILE_ROWS
 
     def filled(self, most: int, rows: int) -> int:
