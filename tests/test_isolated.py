@@ -286,6 +286,18 @@ def test_that_at_which_it_dies_twice_is_given_up(
 
 
 @pytest.mark.full
+def test_answers_that_had_to_wait_are_not_blamed_for_its_death() -> None:
+    with infer.load(DEMO, isolate=True, max_batch=1) as llm:
+        os.kill(engine(llm).pid, signal.SIGSTOP)
+        streams = [llm.stream(STORY, max_tokens=4, priority=priority) for priority in (0, -1, 1)]
+        for stream in streams:
+            stream._begin()
+        answers = [*engine(llm)._answers.values()]
+        kill(llm)
+        assert [answer.deaths for answer in answers] == [0, 1, 0]
+
+
+@pytest.mark.full
 def test_answers_are_not_blamed_for_its_death_while_it_loads() -> None:
     with infer.load(DEMO, isolate=True) as llm:
         stream = llm.stream(STORY, max_tokens=4)
