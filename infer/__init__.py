@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from infer.sampling import SamplingParams
     from infer.text.tools import ToolCall, ToolCallDelta
 
-__version__ = "0.1.0"
+__version__: str = import_module("infer.version").VERSION
 
 # numpy and wgpu are imported when one of these is first used.
 _LAZY = {

@@ -22,7 +22,7 @@ from infer.loading import (
     way_to_speculate,
     weight_dtype,
 )
-from infer.memory import MemoryCount, checked_context, kv_bytes_per_position
+from infer.memory import MemoryCount, checked_context, kv_bytes_per_position, window_bytes
 from infer.models import open_model
 from infer.models.loading.files import open_file
 from infer.models.loading.formats.gguf import Gguf
@@ -47,7 +47,8 @@ class Inspection:
     notes: where the files contradict each other, and what is done then.
     license: its name on the hub, where the files have it. lora: the adapter that is always on.
     draft: the model that drafts for it, or that its own layer does; the weights, cache and other
-    buffers of either are counted too.
+    buffers of either are counted too. kv_bytes_per_token: of the KV cache; where layers with a
+    window have pages of their own, of the other layers, and kv_window_bytes of these pages.
     disk_bytes: all tensors of the checkpoint. fits: whether the GPU has room now, None where that
     is unknown; `verdict` says why, with names as those of errors (`infer.kernels.errors`).
     """
@@ -71,6 +72,7 @@ class Inspection:
     context: int
     kv_dtype: str
     kv_bytes_per_token: int
+    kv_window_bytes: int
     weight_bytes: int
     kv_cache_bytes: int
     other_bytes: int
@@ -149,6 +151,7 @@ def inspect_model(
                 else f"{size(free)} are free"
             )
     need = count.needed(options)
+    of_windows = window_bytes(opened, options)
     drafts_by = None
     if drafts is not None:
         drafts_by = _OWN_LAYER if draft is None else drafts.name
@@ -171,7 +174,10 @@ def inspect_model(
         max_context=opened.config.max_position_embeddings,
         context=options.context,
         kv_dtype=kv_dtype,
-        kv_bytes_per_token=kv_bytes_per_position(opened, kv_dtype),
+        kv_bytes_per_token=kv_bytes_per_position(
+            opened, kv_dtype, windows=False if of_windows else None
+        ),
+        kv_window_bytes=of_windows,
         weight_bytes=need.weights,
         kv_cache_bytes=need.kv_cache,
         other_bytes=need.other,

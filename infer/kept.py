@@ -106,8 +106,8 @@ def generate(
     model: an id, a folder or an LLM. A model that is loaded here stays loaded until another one is
     asked for, and until what uses it is done. params, n: as for `LLM.generate`. options: those of
     `LLM.stream`, and of `load`: device, webgpu, precision, context, dtype, quantize, kv_dtype,
-    max_batch, cache_memory, invariant, speculate, draft, draft_quantize, chat_template, revision,
-    offline, progress, and, where the model is not an LLM, adapter.
+    max_batch, cache_memory, host_cache, invariant, speculate, draft, draft_quantize, chat_template,
+    revision, offline, progress, and, where the model is not an LLM, adapter.
     """
     prompt = listed(prompt)
     asked = samples(prompt, n, {**options, "params": params})

@@ -48,6 +48,7 @@ class LoadOptions(TypedDict, total=False):
     kv_dtype: str
     max_batch: int | None
     cache_memory: int | str | None
+    host_cache: int | str | None
     invariant: bool
     speculate: str | None
     draft: str | Path | None

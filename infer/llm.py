@@ -11,7 +11,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, islice
-from numbers import Integral, Real
+from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 import numpy as np
@@ -449,9 +450,9 @@ class LLM(Uncopied):
         adapter: the name of one of `adapters`.
         cache_salt: a text. What the cache keeps of prompt and answer is reused only by calls with
             the same one, so that nobody else can tell by the time taken what was asked.
-        priority: an integer; where answers wait for each other, lower ones go first. For each
-            number that it is lower than another's, it goes before up to 64 of those that were asked
-            for earlier, so that none waits for ever.
+        priority: an integer. Where answers wait for each other, those with a lower one begin first,
+            and are the last to give their memory back. Each step of it overtakes 64 earlier calls
+            at most, so that nobody waits for ever.
         timeout: seconds from its beginning, those in which it waits for others included, after
             which the answer ends with what there is, and the finish reason "timeout". It is looked
             at between steps.
@@ -517,7 +518,7 @@ class LLM(Uncopied):
             constraint=constraint,
             adapter=adapter,
             cache_salt=cache_salt,
-            priority=int(priority),
+            priority=priority,
         )
 
         def begin() -> TokenAnswer:
@@ -755,6 +756,50 @@ class LLM(Uncopied):
         import asyncio
 
         return await asyncio.to_thread(self.score, prompt, continuations, adapter=adapter)
+
+    @checked()
+    def save_cache(
+        self,
+        path: str | Path,
+        prompt: Prompt,
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Compute a prompt, unless the cache has it, and save what the cache has of it in a file,
+        from which `load_cache` lets prompts go on that begin alike, also in another process.
+
+        Returns how many tokens of the prompt are saved: all, or with models whose layers have
+        states those up to the last state. adapter, cache_salt: as for `stream`. template_args: for
+        messages. Raises RequestError where the file cannot be written."""
+        self._check_open()
+        self._engine.check_adapter(adapter)
+        _check_salt(cache_salt)
+        _check_template_args(template_args)
+        ids = self.encode(prompt, **(template_args or {}))
+        self._engine.check_prompt(ids)
+        of = str(Path(path).absolute()), ids, adapter, cache_salt
+        with self._call():
+            (length,) = self._engine.save_cache(*of)
+        return length
+
+    @checked()
+    def load_cache(
+        self, path: str | Path, *, adapter: str | None = None, cache_salt: str | None = None
+    ) -> int:
+        """Let prompts go on from what `save_cache` has saved in a file, as if it had just been
+        computed. Returns how many tokens that are.
+
+        adapter: as when it was saved. cache_salt: those who give the same find it. Raises
+        RequestError for a file that cannot be read, that is damaged or none, and that another
+        model, quantisation, `kv_dtype`, adapter or version of infer has made."""
+        self._check_open()
+        self._engine.check_adapter(adapter)
+        _check_salt(cache_salt)
+        with self._call():
+            (length,) = self._engine.load_cache(str(Path(path).absolute()), adapter, cache_salt)
+        return length
 
     @checked()
     def encode(self, prompt: Prompt, /, **template_args: Any) -> list[int]:
@@ -1268,11 +1313,9 @@ def _check_salt(cache_salt: object) -> None:
 
 
 def _check_priority(priority: object) -> None:
-    is_integer = isinstance(priority, Integral) and not isinstance(priority, bool)
-    if not (is_integer and -(2**31) <= int(priority) < 2**31):  # type: ignore[call-overload]
+    if type(priority) is not int or not -(2**31) <= priority < 2**31:
         raise RequestError(
-            "`priority` must be an integer from -2**31 to 2**31 - 1 (lower ones go first), not "
-            f"{shown(priority)}."
+            f"`priority` must be an integer of 32 bits, the lowest first, not {shown(priority)}."
         )
 
 

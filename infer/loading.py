@@ -31,8 +31,8 @@ from infer.memory import (
     DEFAULT_CONTEXT,
     Draft,
     MemoryCount,
+    cache_positions,
     checked_context,
-    kv_bytes_per_position,
 )
 from infer.models import open_model
 from infer.models.blocks.decoder import Decoder
@@ -62,6 +62,7 @@ def load(
     kv_dtype: str = "f16",
     max_batch: int | None = None,
     cache_memory: int | str | None = None,
+    host_cache: int | str | None = None,
     invariant: bool = False,
     speculate: str | None = None,
     draft: str | Path | None = None,
@@ -97,6 +98,9 @@ def load(
     cache_memory: bytes for the keys and values of all answers, enough for one context, as a number
         or as a text such as "1GiB" or "500MB". None: one context, and 1,024 positions for each
         further answer.
+    host_cache: bytes of host memory, in the same forms, for what the cache on the GPU has no room
+        for: prompts go on from there where that is faster than computing. Layers with a window then
+        keep all positions. None: none.
     invariant: on one device an answer is the same to the last bit, alone or among others, whoever
         comes and goes, and whatever the cache holds. Slower, prefill above all.
     speculate: draft tokens and verify several in one step; only the speed changes. "lookup" drafts
@@ -157,6 +161,7 @@ def load(
                 "kv_dtype": kv_dtype,
                 "max_batch": max_batch,
                 "cache_memory": cache_memory,
+                "host_cache": host_cache,
                 "invariant": invariant,
                 "speculate": speculate,
                 "draft_quantize": draft_quantize,
@@ -181,16 +186,25 @@ def load(
             of = files.name, files.tokenizer
             files = replace(files, draft=open_draft(drafted, converted, draft_quantize, *of))
         usual = _SOFTWARE_BATCH if gpu.kind == "software" else _BATCH
-        per_position = kv_bytes_per_position(files.model, kv_dtype)
-        if files.draft is not None:
-            per_position += kv_bytes_per_position(files.draft.model, kv_dtype)
         more = dict(engine or {})
-        positions = more.get("cache_positions") or _positions(cache_memory, per_position)
+        host_bytes = _memory("host_cache", host_cache) or 0
+        positions, held = more.get("cache_positions"), _memory("cache_memory", cache_memory)
+        if positions is None and held is not None:
+            counted = EngineOptions(
+                context=files.model.config.max_position_embeddings,
+                max_batch=usual if max_batch is None else max_batch,
+                host_cache=host_bytes,
+                kv_dtype=kv_dtype,
+                prefill_chunk=more.get("prefill_chunk", EngineOptions.prefill_chunk),
+            )
+            drafting = None if files.draft is None else files.draft.model
+            positions = cache_positions(held, files.model, drafting, counted)
         of_model = files.model, files.name, context, gpu, files.draft
         asked = {
             "context": checked_context(*of_model, most=positions),
             "max_batch": usual if max_batch is None else max_batch,
             "cache_positions": positions,
+            "host_cache": host_bytes,
             "kv_dtype": kv_dtype,
             "invariant": invariant,
             "speculate": way,
@@ -258,18 +272,17 @@ def check_draft_quantize(quantize: str | None, draft: str | Path | None) -> None
 _BATCH, _SOFTWARE_BATCH = 8, 4  # answers at once, where nobody says how many
 
 
-def _positions(cache_memory: int | str | None, nbytes: int) -> int | None:
-    """Returns how many positions of nbytes each a KV cache of so much memory holds; None for None.
-    Raises RequestError for a value that is no amount of memory."""
-    if cache_memory is None:
+def _memory(name: str, value: int | str | None) -> int | None:
+    """Returns the bytes of an option's value, which may be a text; None for None. Raises
+    RequestError for a value that is no amount of memory."""
+    if value is None:
         return None
-    held = parse_size(cache_memory) if isinstance(cache_memory, str) else cache_memory
+    held = parse_size(value) if isinstance(value, str) else value
     if type(held) is not int or held < 1:
         raise RequestError(
-            "`cache_memory` is a number of bytes, or a text such as 1GiB, not "
-            f"{shown(cache_memory)}."
+            f"`{name}` is a number of bytes, or a text such as 1GiB, not {shown(value)}."
         )
-    return max(1, held // nbytes)
+    return held
 
 
 _ENGINE_NAMES = {option.name for option in fields(EngineOptions)} - set(LOAD_NAMES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from functools import partial
 from infer.engine.draft import Loaded, check_draft
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
+from infer.engine.windows import window_of, window_pages
 from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, memory_info
 from infer.kernels.gpu.device import Device, DryDevice, Limits
@@ -26,6 +28,10 @@ from infer.models.loading.plan import LoadPlan
 DEFAULT_CONTEXT = 8192  # where a longer one would be slow, and for benchmarks
 _LARGE_CONTEXT = 131072
 _LEAST_CONTEXT = 512  # below this the default does not go to make a model fit
+_STATE_PART = 4  # of what memory is left, the part that saved states may take,
+_STATE_BYTES = 4 << 30  # but no more than this,
+_UNKNOWN_STATE_BYTES = 1 << 30  # and this where nobody knows what is left
+_STATE_PLACES = 256  # more are looked through in vain
 
 
 @dataclass(frozen=True)
@@ -42,9 +48,45 @@ class MemoryNeed:
         return self.weights + self.kv_cache + self.other
 
 
-def kv_bytes_per_position(model: Decoder, dtype: str) -> int:
-    """Bytes of keys and values of one position."""
-    return sum(kv_cache_bytes(shape, PAGE, dtype) for shape in model.config.kv_shapes) // PAGE
+def kv_bytes_per_position(model: Decoder, dtype: str, *, windows: bool | None = None) -> int:
+    """Bytes of keys and values of one position: of all layers, or only of those with a window, or
+    of those without one."""
+    shapes = zip(model.config.kv_shapes, model.config.kv_windows, strict=True)
+    own = (shape for shape, window in shapes if windows in (None, window > 0))
+    return sum(kv_cache_bytes(shape, PAGE, dtype) for shape in own) // PAGE
+
+
+def window_bytes(model: Decoder, options: EngineOptions, *, first: bool = False) -> int:
+    """Bytes of keys and values of layers with a window, at most, if they have pages of their own;
+    otherwise 0. first: those that the cache begins with."""
+    pages = window_pages(model.config, options)
+    pages = min(pages, options.first_pages) if first else pages
+    return pages * PAGE * kv_bytes_per_position(model, options.kv_dtype, windows=True)
+
+
+def cache_positions(
+    nbytes: int, model: Decoder, draft: Decoder | None, options: EngineOptions
+) -> int:
+    """Returns how many positions, of all answers together, a KV cache of so many bytes holds, at
+    least 1. options: with any `cache_positions`."""
+    dtype = options.kv_dtype
+    others = 0 if draft is None else kv_bytes_per_position(draft, dtype)
+    shared = max(1, nbytes // (kv_bytes_per_position(model, dtype) + others))
+    if not window_of(model.config):
+        return shared
+
+    def needed(pages: int) -> int:
+        """Bytes of a cache of so many pages."""
+        positions = pages * PAGE
+        own = replace(options, context=min(options.context, positions), cache_positions=positions)
+        of_windows = window_bytes(model, own)
+        each = kv_bytes_per_position(model, dtype, windows=False if of_windows else None)
+        return of_windows + (each + others) * positions
+
+    each = kv_bytes_per_position(model, dtype, windows=False) + others
+    # Where all layers have a window, no more positions are of use.
+    most = nbytes // each if each else options.max_batch * model.config.max_position_embeddings
+    return max(shared, PAGE * bisect_right(range(1, most // PAGE + 1), nbytes, key=needed))
 
 
 @dataclass(frozen=True)
@@ -82,14 +124,23 @@ class _Growing:
 
 
 def _largest(model: Decoder, options: EngineOptions, whose: str = "") -> _Growing:
-    """The largest buffer that grows with the context."""
+    """The largest buffer that grows with the context. whose: says that it is a draft model's, whose
+    layers share one pool of pages."""
     c = model.config
-    keys = max((keys_bytes(shape, PAGE, options.kv_dtype) for shape in c.kv_shapes), default=0)
+    windows = 0 if whose else window_pages(c, options)
+    keys = narrow = 0  # of a page of the layers without and with own pages for a window
+    for shape, window in zip(c.kv_shapes, c.kv_windows, strict=True):
+        nbytes = keys_bytes(shape, PAGE, options.kv_dtype)
+        if window and windows:
+            narrow = max(narrow, nbytes)
+        else:
+            keys = max(keys, nbytes)
     table = max(table_bytes(rope, PAGE) for rope in (c.rope, c.local_rope) if rope is not None)
     own = -(-options.context // PAGE)
     shared = options.max_batch > 1 or options.cache_positions is not None
     found = (
         _Growing(f"keys in each layer{whose}", options.pages, keys, options.pages - own, shared),
+        _Growing("keys in each layer with a window", windows, narrow, 0, shared=True),
         _Growing(f"rotary positions{whose}", own, table, 0, shared=False),
     )
     return max(found, key=lambda growing: growing.nbytes)
@@ -173,16 +224,19 @@ class MemoryCount:
             self._device.buffer(buffer_bytes(quantized, limits))
         self._without_engine = self._device.allocated
         self._needed: dict[EngineOptions, MemoryNeed] = {}
+        self._state_bytes = 0  # of the states of one sequence
 
     def needed(self, options: EngineOptions) -> MemoryNeed:
         """Returns the bytes that loading with these options would allocate."""
         if options not in self._needed:
             self._device.allocated = self._without_engine
-            Engine(self._device, self.model, self._weights, options, self._beside, self._draft)
+            of = self.model, self._weights, options, self._beside, self._draft
+            engine = Engine(self._device, *of)
+            self._state_bytes = 0 if engine.saved is None else engine.saved.nbytes
             other = self._device.allocated - self._weight_bytes
-            other -= self._kv_bytes(options, options.first_pages)
+            other -= self._kv_bytes(options, first=True)
             other += self._rope_bytes(options)
-            cache = self._kv_bytes(options, options.pages)
+            cache = self._kv_bytes(options)
             self._needed[options] = MemoryNeed(self._weight_bytes, cache, other)
         return self._needed[options]
 
@@ -190,9 +244,14 @@ class MemoryCount:
     def _models(self) -> list[Decoder]:
         return [self.model, *([] if self.draft is None else [self.draft.model])]
 
-    def _kv_bytes(self, options: EngineOptions, pages: int) -> int:
+    def _kv_bytes(self, options: EngineOptions, *, first: bool = False) -> int:
+        """Bytes of the cache, the draft model's included: at most, or those that it begins with."""
         each = sum(kv_bytes_per_position(model, options.kv_dtype) for model in self._models)
-        return each * PAGE * pages
+        of_windows = window_bytes(self.model, options, first=first)
+        if of_windows:
+            each -= kv_bytes_per_position(self.model, options.kv_dtype, windows=True)
+        pages = options.first_pages if first else options.pages
+        return of_windows + each * PAGE * pages
 
     def _rope_bytes(self, options: EngineOptions) -> int:
         """Bytes by which the rotary tables grow with the cache."""
@@ -204,9 +263,19 @@ class MemoryCount:
             if rope is not None
         )
 
+    def _with_state_places(self, options: EngineOptions, left: int | None) -> EngineOptions:
+        """The options with the places for states that the memory left has room for, in bytes; None:
+        nobody knows. There are at least two for each sequence."""
+        if not self._state_bytes or options.state_places is not None:
+            return options
+        spare = _UNKNOWN_STATE_BYTES if left is None else min(_STATE_BYTES, left // _STATE_PART)
+        places = min(_STATE_PLACES, spare // self._state_bytes)
+        return replace(options, state_places=max(options.most_state_places, places))
+
     def fitting(self, options: EngineOptions, *, may_shrink: Sequence[str] = ()) -> EngineOptions:
         """The options, with a smaller "max_batch" or "context" if that is needed and allowed: first
-        the context goes down to 8,192.
+        the context goes down to 8,192. Where layers have states, as many are saved as a part of the
+        memory that is left has room for.
 
         Raises OutOfMemoryError with the bytes needed, before anything is allocated or read.
         """
@@ -221,14 +290,15 @@ class MemoryCount:
                 largest = max(largest, drafting, key=lambda growing: growing.nbytes)
             fits_binding = largest.nbytes <= binding
             # To build no engine in vain.
-            least = self._weight_bytes + self._kv_bytes(options, options.pages)
+            least = self._weight_bytes + self._kv_bytes(options)
             fewer = "max_batch" in may_shrink and options.max_batch > 1
             if fits_binding and (free is None or least <= free):
                 # Steps of many rows may be too large for one binding.
                 with suppress(OutOfMemoryError) if fewer else nullcontext():
                     need = self.needed(options)
                     if free is None or need.total <= free:
-                        return options
+                        left = None if free is None else free - need.total
+                        return self._with_state_places(options, left)
             shorter = "context" in may_shrink and options.context // 2 >= _LEAST_CONTEXT
             if shorter and (options.context > DEFAULT_CONTEXT or not fewer):
                 options = replace(options, context=options.context // 2)

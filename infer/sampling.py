@@ -72,8 +72,8 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
 # Options of calls beside these parameters.
 OF_CALLS = (
     *("adapter", "add_generation_prompt", "cache_salt", "continue_final_message"),
-    *("logits_processor", "n", "parallel_tool_calls", "priority", "template_args"),
-    *("timeout", "tool_choice", "tools"),
+    *("logits_processor", "n", "parallel_tool_calls", "priority", "template_args", "timeout"),
+    *("tool_choice", "tools"),
 )
 
 

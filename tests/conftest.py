@@ -20,6 +20,7 @@ from reference_models import load
 
 import infer
 from infer import LLM
+from infer.engine import scheduler
 from infer.engine.engine import Engine
 from infer.hub import DEMO
 from infer.kernels.errors import DeviceError
@@ -94,6 +95,12 @@ def in_f32(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.module.__name__ != "test_matmul_matrix":
             patch.setattr(matmul_matrix, "matrix_shape", lambda tuning: None)
         yield
+
+
+@pytest.fixture(autouse=True)
+def states_of_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of short prompts too the states of layers are saved: tests have no others."""
+    monkeypatch.setattr(scheduler, "LEAST_SAVED", 1)
 
 
 @pytest.fixture(scope="module", autouse=True)

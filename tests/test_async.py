@@ -31,8 +31,7 @@ def is_idle(llm: LLM) -> bool:
     """Whether nothing is left of answers that have ended, once the engine has made a step."""
     llm.generate("One", max_tokens=1)
     engine = llm.engine
-    step = engine.scheduler.next(lambda position: 1)
-    return not (engine.pool.stats.in_use or engine._answers or step)
+    return not (engine.pool.stats.in_use or engine._answers or engine.scheduler.next(1))
 
 
 async def text_of(llm: LLM, prompt: str) -> str:

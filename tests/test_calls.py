@@ -180,13 +180,13 @@ def test_chat_and_embed_of_a_model_by_its_name(llm: LLM) -> None:
     ],
 )
 def test_sizes_of_memory(text: str, nbytes: int) -> None:
-    assert infer.loading._positions(text, 1) == nbytes
+    assert infer.loading._memory("cache_memory", text) == nbytes
 
 
 @pytest.mark.parametrize("wrong", ["", "0", "1 XB", "-5", "GiB", 1.5, True])
 def test_what_is_no_size_of_memory(wrong: Any) -> None:
     with pytest.raises(infer.RequestError, match="cache_memory is a number of bytes, or a text"):
-        infer.loading._positions(wrong, 1)
+        infer.loading._memory("cache_memory", wrong)
 
 
 # Mistakes

@@ -138,11 +138,8 @@ def test_decode_is_prefill(engine_of: EngineOf, case: str, chunk: int) -> None:
     """The prompt in pieces of 1 (decode), up to 8 (few rows) and more (prefill), each after what
     the cache holds, gives the logits that transformers gives for it in one pass."""
     reference, prompt_ids = load(case), prompt_of(case)
-    engine, rows, ends = (
-        engine_of(case),
-        [],
-        [*range(chunk, len(prompt_ids), chunk), len(prompt_ids)],
-    )
+    engine, rows = engine_of(case, state_places=64), []
+    ends = [*range(chunk, len(prompt_ids), chunk), len(prompt_ids)]
     for end in ends:
         rows.append(answer(engine, prompt_ids[:end], 1).logits[0])
         assert engine.timings.reused_tokens == (end - 1) // chunk * chunk

@@ -78,6 +78,22 @@ def test_answers_are_the_same(here: LLM, there: LLM) -> None:
     assert there.stats().memory.allocated > 0
 
 
+def test_the_cache_of_one_is_a_file_for_the_other(
+    here: LLM, there: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # whatever the worker's folder is
+    story = STORY * 9
+    saved = there.save_cache("story.cache", story, cache_salt="there")
+    assert saved == len(there.encode(story))
+    assert here.load_cache(tmp_path / "story.cache", cache_salt="from there") == saved
+    result = here.generate(story + " The", max_tokens=1, cache_salt="from there")
+    assert result.timings.reused_tokens > saved - 3
+    (tmp_path / "story.cache").write_text("nothing")
+    for llm in (here, there):
+        with pytest.raises(infer.RequestError, match=r"cannot be read from .*story\.cache"):
+            llm.load_cache("story.cache")
+
+
 def _said(given: Any) -> Any:
     each = given if isinstance(given, list) else [given]
     return [(r.text, r.token_ids, r.finish_reason, r.logprobs) for r in each]
@@ -109,22 +125,6 @@ def test_eight_answers_go_on_when_the_process_is_killed(here: LLM, there: LLM) -
     assert streams[0].result.timings.decoded_tokens == 7
 
 
-@pytest.mark.parametrize("isolated", [False, True], ids=["here", "there"])
-def test_a_lower_priority_goes_first(isolated: bool, request: pytest.FixtureRequest) -> None:
-    """Of two answers that wait for a slot, the first to be asked for waits until the other had
-    one."""
-    llm: LLM = request.getfixturevalue("there" if isolated else "here")
-    limits = [10, 30, 50, 70]
-    running = [llm.stream(STORY, max_tokens=n, ignore_eos=True) for n in limits]
-    waiting = [llm.stream(STORY, max_tokens=1, priority=n) for n in (0, np.int64(-1))]
-    assert len(running) == llm.slots
-    for stream in (*running, *waiting):
-        stream._begin()
-    together([*running, *waiting])
-    late, early = (stream.result.timings.queue_seconds for stream in waiting)
-    assert 0 < early < late
-
-
 TOOL = {
     "type": "function",
     "function": {
@@ -136,6 +136,7 @@ HELD: list[dict[str, Any]] = [
     {"schema": {"type": "array", "items": {"type": "integer"}, "minItems": 4}},
     {"regex": "([a-z]{3,7} ){5}", "n": 2, "seed": 7, "temperature": 1.0, "logprobs": 2},
     {"grammar": 'start: "so" (" he" | " she")+ "."', "presence_penalty": 1.0, "cache_salt": "a"},
+    {"priority": -1},
     {"tools": [TOOL], "tool_choice": "required"},
 ]
 
@@ -283,18 +284,6 @@ def test_that_at_which_it_dies_twice_is_given_up(
             with pytest.raises(InferError, match="ended twice at this answer"):
                 waits.result(60)
         assert llm.generate(STORY, max_tokens=4).completion_tokens == 4
-
-
-@pytest.mark.full
-def test_answers_that_had_to_wait_are_not_blamed_for_its_death() -> None:
-    with infer.load(DEMO, isolate=True, max_batch=1) as llm:
-        os.kill(engine(llm).pid, signal.SIGSTOP)
-        streams = [llm.stream(STORY, max_tokens=4, priority=priority) for priority in (0, -1, 1)]
-        for stream in streams:
-            stream._begin()
-        answers = [*engine(llm)._answers.values()]
-        kill(llm)
-        assert [answer.deaths for answer in answers] == [0, 1, 0]
 
 
 @pytest.mark.full

@@ -39,6 +39,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"stop": ["the", "cat"]},
     {"logprobs": 3},
     {"cache_salt": "a"},
+    {"priority": -1},
 ]
 
 

@@ -121,7 +121,7 @@ def test_agrees_over_pages_and_chunks(
     with device.scope():
         folder = load(case).write_checkpoint(tmp_path / case)
         engine = build_engine(device, folder, context=len(prompt_ids) + len(greedy_ids))
-        engine.pace.measured(64, 0, 1e-6)  # as if the first steps had been so fast
+        engine.pace.measured(64, 1e-6)  # as if the first steps had been so fast
         assert [rows for _, rows, _ in engine.chunks(len(prompt_ids))] == [512, 512, 176]
         assert engine.context > 4 * PAGE
         greedy = answer(engine, prompt_ids, len(greedy_ids))

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from infer.engine.pages import Match, PagePool
+from infer.engine.pages import Match, PagePool, _Node
 
 SIZE = 4
 
@@ -38,7 +38,8 @@ def check(pool: PagePool, used: Iterable[int]) -> dict[int, tuple[Hashable, list
         assert all(pool._nodes[page] is node for page in (node.page, *node.twins))
         assert all(count[page] for page in node.twins)
         assert not node.twins or len(node.tokens) == size
-        snapshots |= {slot: (node, offset) for offset, slot in node.snapshots.items()}
+        snapshots |= {own.place: (node, offset) for offset, own in node.snapshots.items()}
+        assert node.start == len(before) - len(node.tokens)
         assert all(0 < offset <= len(node.tokens) for offset in node.snapshots)
         if count[node.page]:
             up = node
@@ -54,9 +55,47 @@ def check(pool: PagePool, used: Iterable[int]) -> dict[int, tuple[Hashable, list
     assert pool.stats.in_use == len(set(count))
     assert pool.stats.cached == len(set(cached) - set(count))
     assert pool.stats.free == len(free)
-    assert dict(pool._saved) == snapshots
-    assert sorted([*snapshots, *pool._free_snapshots]) == list(range(pool.snapshots))
+    check_snapshots(pool, snapshots)
     return cached
+
+
+def check_windows(pool: PagePool, used: Iterable[int]) -> dict[int, int]:
+    """That each window page is free, referenced or cached, `used` being all references. By the page
+    of a node that has one, the window page."""
+    windows = pool.windows
+    assert windows is not None
+    count = Counter(used)
+    assert dict(windows._count) == dict(count)
+    nodes = [*pool._roots.values()]
+    cached: dict[int, int] = {}
+    for node in nodes:
+        nodes += node.children
+        if node.window is not None:
+            assert node.parent is not None
+            assert windows._holders[node.window] is node
+            assert node.window not in cached.values(), "a window page in two places"
+            cached[node.page] = node.window
+    assert sorted(windows._holders) == sorted(cached.values())
+    idle = [*windows._idle, *windows._passed]
+    assert sorted(idle) == sorted(set(cached.values()) - set(count))
+    free = set(range(windows.pages)) - set(count) - set(cached.values())
+    assert sorted([*windows._free, *range(windows._unused, windows.pages)]) == sorted(free)
+    return cached
+
+
+def check_snapshots(pool: PagePool, snapshots: dict[int, tuple[object, int]]) -> None:
+    """That each place has one state, and that the tree of states is that of their pages."""
+    assert {own.place: (own.page, own.offset) for own in pool.snapshots} == snapshots
+    places = range(pool.snapshots.places)
+    assert sorted([*snapshots, *pool.snapshots._free]) == list(places)
+    for own in pool.snapshots:
+        path = [own.page]
+        while path[-1].parent is not None:
+            path.append(path[-1].parent)
+        before = [o for o in pool.snapshots if o.page in path and o.position < own.position]
+        assert own.before is max(before, key=lambda o: o.position, default=None)
+        assert own.after == {o for o in pool.snapshots if o.before is own}
+    assert pool.snapshots._first == {own for own in pool.snapshots if own.before is None}
 
 
 def take(pool: PagePool, count: int) -> list[int]:
@@ -280,18 +319,74 @@ def test_with_snapshots_only_lengths_that_have_one_are_found() -> None:
     check(pool, pages)
 
 
-def test_the_least_recently_used_snapshot_goes_first() -> None:
-    pool = PagePool(8, SIZE, snapshots=2)
-    pages, tokens = take(pool, 3), list(range(11))
-    slots = [pool.store_snapshot(tokens[:n], None, pages) for n in (5, 9)]
-    assert sorted(slots, key=str) == [0, 1]
-    assert looked_up(pool, tokens[:6]).snapshot == slots[0]
-    assert pool.store_snapshot(tokens[:7], None, pages) == slots[1]
-    assert looked_up(pool, tokens).length == 7
-    assert looked_up(pool, tokens[:6]).length == 5
-    check(pool, pages)
-    pool.store_snapshot(tokens[:7], None, pages)  # which is there
-    assert pool.store_snapshot(tokens[:3], None, pages) == slots[0]
+def saved(pool: PagePool, tokens: Iterable[int], lengths: Iterable[int]) -> list[int]:
+    """Pages with these tokens, referenced, and snapshots of these lengths as far as they stay."""
+    tokens = list(tokens)
+    pool.snapshots.tick()
+    pages = take(pool, pool.pages_for(len(tokens)))
+    for length in lengths:
+        pool.store_snapshot(tokens[:length], None, pages)
+    pool.store(tokens, None, pages)
+    return pages
+
+
+def lengths(pool: PagePool, first: int) -> list[int]:
+    """Returns where snapshots are of texts that begin with this token."""
+    found = []
+    for snapshot in pool.snapshots:
+        page = snapshot.page
+        while page.start:
+            assert page.parent is not None
+            page = page.parent
+        assert isinstance(page, _Node)
+        if page.tokens[0] == first:
+            found.append(snapshot.position)
+    return sorted(found)
+
+
+def test_snapshots_of_one_text_are_thinned_evenly() -> None:
+    pool = PagePool(600, 64, snapshots=12)
+    saved(pool, range(30_000), range(1024, 30_000, 1024))
+    found = lengths(pool, 0)
+    assert len(found) == 12
+    assert found[0] == 1024  # the beginning stays
+    assert found[-1] > 29_000 - 2048
+    assert max(b - a for a, b in pairwise(found)) <= 4096
+    check(pool, pool._count.elements())
+
+
+def test_a_small_prompt_takes_no_place_from_a_large_one() -> None:
+    pool = PagePool(600, 64, snapshots=6)
+    saved(pool, range(12_000), range(2000, 12_001, 2000))
+    for i in range(1, 4):
+        saved(pool, [-i] * 100, [92, 100])
+        assert lengths(pool, -i) == []
+    assert lengths(pool, 0) == list(range(2000, 12_001, 2000))
+
+
+def test_what_nobody_goes_on_from_goes_in_the_end() -> None:
+    pool = PagePool(4000, 64, snapshots=6)
+    saved(pool, range(6000), range(1000, 6001, 1000))
+    for i in range(1, 40):
+        pool.snapshots.tick()
+        match = pool.match(range(5000), None, 5000)  # somebody does
+        assert match.length >= 4000
+        pool.release(match.pages)
+        saved(pool, [-i, *range(6000)], [1000, 2000, 6000])
+    assert lengths(pool, 0)
+    assert lengths(pool, -1) == []
+    assert lengths(pool, -39)
+
+
+def test_the_beginning_goes_after_what_goes_on_from_it() -> None:
+    pool = PagePool(4000, 64, snapshots=3)
+    saved(pool, range(3000), [1000, 2000, 3000])
+    seen = []
+    for i in range(1, 30):
+        pool.release(saved(pool, [-i, *range(5000)], [5000]))
+        seen.append(lengths(pool, 0))
+    gone = [own for own, later in pairwise([[1000, 2000, 3000], *seen]) if own != later]
+    assert gone[-1] == [1000]
 
 
 def test_a_snapshot_goes_with_its_page_and_moves_to_one_that_covers_it() -> None:
@@ -305,7 +400,7 @@ def test_a_snapshot_goes_with_its_page_and_moves_to_one_that_covers_it() -> None
     check(pool, [])
     take(pool, 2)
     check(pool, [0, 1])
-    assert len(pool._free_snapshots) == 2
+    assert len(pool.snapshots) == 0
 
 
 def test_a_snapshot_of_a_page_that_another_covers_stays() -> None:
@@ -333,7 +428,7 @@ def references(owners: list[Owner]) -> list[int]:
 def test_at_random(seed: int) -> None:
     """Sequences come, grow, end and are found again, in too few pages."""
     rng = random.Random(seed)
-    pool = PagePool(rng.randrange(4, 30), SIZE, snapshots=seed % 2 * rng.randrange(1, 6))
+    pool = PagePool(rng.randrange(4, 30), SIZE, snapshots=seed % 2 * rng.randrange(1, 9))
     owners: list[Owner] = []
     for _ in range(400):
         action = rng.random()
@@ -345,7 +440,9 @@ def test_at_random(seed: int) -> None:
             ends = [  # of what can be found: anywhere in a page, or at a snapshot
                 (*cached[node.page], len(cached[node.page][1]) - len(node.tokens) + offset)
                 for node in set(pool._nodes.values())
-                for offset in (node.snapshots if pool.snapshots else range(1, len(node.tokens) + 1))
+                for offset in (
+                    node.snapshots if pool.snapshots.places else range(1, len(node.tokens) + 1)
+                )
             ]
             lengths = {n for k, t, n in ends if k == key and t[:n] == tokens[:n]}
             match = pool.match(tokens, key, limit)
@@ -366,7 +463,7 @@ def test_at_random(seed: int) -> None:
             pages += fresh or []
         elif action < 0.8 and owners:
             key, tokens, pages = rng.choice(owners)
-            if pool.snapshots and rng.random() < 0.5:
+            if pool.snapshots.places and rng.random() < 0.5:
                 pool.store_snapshot(tokens[: rng.randrange(len(tokens) + 1)], key, pages)
             else:
                 pool.store(tokens, key, pages, rng.randrange(len(tokens) + 1))

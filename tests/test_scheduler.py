@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +12,12 @@ from zlib import crc32
 
 import pytest
 from marks import others_full
-from test_pages import check
+from test_pages import check, check_windows
 
-from infer.engine import scheduler
-from infer.engine.pages import PagePool
-from infer.engine.scheduler import OVERTAKING, Decode, Prefill, Scheduler, Sequence
+from infer.engine import scheduler, snapshots
+from infer.engine.pages import PagePool, _Node
+from infer.engine.scheduler import Decode, Prefill, Scheduler, Sequence
+from infer.engine.windows import WindowPages, pages_in_use
 from infer.kernels.errors import RequestError
 
 SIZE = 4
@@ -42,11 +43,6 @@ def chain(key: Hashable, tokens: Ids[int]) -> list[int]:
         value = after(value, token)
         values.append(value)
     return values
-
-
-def most(rows: int) -> Callable[[int], int]:
-    """Returns the rows that a step may have, wherever they start."""
-    return lambda position: rows
 
 
 def chosen(value: int) -> int:
@@ -90,7 +86,10 @@ class Gpu:
     def lose(self) -> None:
         """Everything."""
         self.pages = [[0] * SIZE for _ in range(self.pool.pages)]
-        self.states, self.snapshots = [0] * self.slots, [0] * self.pool.snapshots
+        self.states, self.snapshots = [0] * self.slots, [0] * self.pool.snapshots.places
+        self.windows = [
+            [0] * SIZE for _ in range(self.pool.windows.pages if self.pool.windows else 0)
+        ]
         self.rows = {}
 
     def put(
@@ -113,11 +112,30 @@ class Gpu:
             assert self.pool._count[page] == 1 + readers, "a page that others read is written"
             self.pages[page][i % SIZE] = values[i]
         assert sequence.slot is not None
-        if self.pool.snapshots:
+        if self.pool.snapshots.places:
             at = position - behind
             before = values[at - 1] if at else self.states[sequence.slot]
             assert self.states[sequence.slot] == before, "the state of another sequence"
         self.states[sequence.slot] = values[settled - 1]
+
+    def put_windows(self, rows: Ids[tuple[Sequence, Ids[int], int]]) -> None:
+        """Write what a layer with a window keeps of sequences, whose rows are from a position on,
+        of all in the step before any of them reads its window."""
+        if (pool := self.pool.windows) is None:
+            return
+        for n, (s, values, position) in enumerate(rows):
+            later = [other.window_pages[other.first_window :] for other, *_ in rows[n + 1 :]]
+            for i in range(position, len(values)):
+                page = s.window_pages[i // SIZE]
+                assert i // SIZE >= s.first_window
+                readers = sum(page in pages for pages in later)
+                assert pool._count[page] == 1 + readers, "a window page that others read"
+                self.windows[page][i % SIZE] = values[i]
+        for s, values, position in rows:
+            assert len(s.window_pages) <= len(s.pages)
+            for i in range(max(0, position - pool.window), len(values)):
+                cell = self.windows[s.window_pages[i // SIZE]][i % SIZE]
+                assert cell == values[i], "a window of another sequence"
 
     def prefill(self, step: Ids[Prefill]) -> list[tuple[Sequence, list[int]]]:
         """All that is copied comes before all rows; of these each layer writes the keys and values
@@ -127,12 +145,19 @@ class Gpu:
             if chunk.copy is not None:
                 source, target = chunk.copy
                 self.pages[target] = list(self.pages[source])
+                if self.pool.windows is not None:
+                    assert chunk.sequence.window_copy is not None
+                    source, target = chunk.sequence.window_copy
+                    self.windows[target] = list(self.windows[source])
             if chunk.restore is not None:
                 self.states[chunk.sequence.slot] = self.snapshots[chunk.restore]
         sampled: list[tuple[Sequence, list[int]]] = []
-        for i, chunk in enumerate(step):
+        all_values = [chain(c.sequence.key, c.sequence.tokens[: c.start + c.count]) for c in step]
+        self.put_windows(
+            [(c.sequence, values, c.start) for c, values in zip(step, all_values, strict=True)]
+        )
+        for i, (chunk, values) in enumerate(zip(step, all_values, strict=True)):
             s, end = chunk.sequence, chunk.start + chunk.count
-            values = chain(s.key, s.tokens[:end])
             self.put(s, values, chunk.start, end, others=step[i + 1 :])
             assert s.slot is not None
             if chunk.save is not None:
@@ -146,6 +171,7 @@ class Gpu:
     def decode(self, step: Decode) -> list[tuple[Sequence, list[int]]]:
         """And of drafts the tokens up to the first that is wrong."""
         sampled = []
+        in_windows = []
         count = len(step.sequences)
         each = zip(
             step.sequences, step.drafts or [()] * count, step.behind or [0] * count, strict=True
@@ -164,12 +190,14 @@ class Gpu:
                 right += right == i and token == chosen(row.values[-1])
                 row.values.append(after(row.values[-1], token))
             self.put(s, row.values, before, before + 1, behind)
+            in_windows.append((s, list(row.values), before))
             tokens = []
             for i in range(right + 1):
                 row.token = chosen(row.values[before + i])
                 tokens.append(self.sampled(row))
             del row.values[before + 1 + right :]
             sampled.append((s, tokens))
+        self.put_windows(in_windows)
         return sampled
 
     def sampled(self, row: Row) -> int:
@@ -190,8 +218,14 @@ class World:
         ahead: int = 2,
         snapshots: int = 0,
         prompts: int = 1,
+        window: int = 0,
+        kept: int = 0,
     ) -> None:
-        self.pool = PagePool(pages, SIZE, snapshots=snapshots)
+        """window: of layers that have pages of their own, of which there are `kept` more than can
+        be in use."""
+        used = pages_in_use(window, slots, chunk, SIZE)
+        windows = WindowPages(used + kept, window) if window else None
+        self.pool = PagePool(pages, SIZE, snapshots=snapshots, windows=windows)
         self.scheduler = Scheduler(
             self.pool,
             slots=slots,
@@ -206,7 +240,6 @@ class World:
         self.sequences: list[Sequence] = []
         self.begun: list[Sequence] = []
         self.decoded = set[Hashable]()  # groups since the last chunk
-        self.overtaken = 0  # chunks of short prompts before a long one, in a row
         self.seen: Counter[str] = Counter()
         self.cut = set[Sequence]()  # ended before their answer was complete
 
@@ -232,21 +265,20 @@ class World:
         scheduler = self.scheduler
         ready = {s.group for s in scheduler.running if self.is_ready(s)}
         holders, prefilling = self.holders(), bool(scheduler.prefilling)
-        begun = {s: s.computed for s in scheduler.prefilling}
         preemptions = scheduler.preemptions
-        step = scheduler.next(most(most_rows))
+        step = scheduler.next(most_rows)
+        self.save()
         if step is None:
             return False
         self.seen["preempted"] += scheduler.preemptions - preemptions
         self.last = str(step.sequences[0].group or "D") if isinstance(step, Decode) else "P"
         preempted = [s for s in holders if s.state == "waiting"]
         assert not preempted or min(s.rank for s in preempted) > max(s.rank for s in self.holders())
-        in_turn = scheduler.preemptions == preemptions
+        in_turn = scheduler.preemptions == preemptions and most_rows > 0
         if not isinstance(step, Decode):
             assert not in_turn or ready <= self.decoded, "decode waits for more than one chunk"
             self.decoded.clear()
             self.check_step(step, most_rows)
-            self.check_order(step, begun)
             for chunk in step:
                 assert not in_turn or chunk.first == (chunk.sequence not in holders)
                 self.check_chunk(chunk)
@@ -279,34 +311,13 @@ class World:
         assert all(s.limit > 0 for s in sequences[1:])
         rows, most = sum(chunk.count for chunk in step), min(self.scheduler.chunk, most_rows)
         assert rows <= most
-        assert step[-1].last or step[-1].save is not None or rows == most, "room is left"
+        end = step[-1].start + step[-1].count
+        cut = step[-1].save is not None or end in sequences[-1].saves
+        assert step[-1].last or cut or rows == most, "room is left"
         self.seen["packed"] += len(step) - 1
 
-    def check_order(self, step: Ids[Prefill], begun: Mapping[Sequence, int]) -> None:
-        """Chunks come by rank, but for short prompts, a few of which go before a long one that has
-        begun. begun: of each prompt that has, how much was computed before the step."""
-        scheduler, left = self.scheduler, dict(begun)
-        for i, chunk in enumerate(step):
-            s, most_rows = chunk.sequence, scheduler.chunk
-            others = [o for o in left if o is not s and o.state == "prefill"]
-            long = [o for o in others if o.rank < s.rank]
-            if not long:
-                others = [*others, *scheduler.waiting] if chunk.first else others
-                assert all(s.rank < o.rank for o in others), "out of order"
-                self.overtaken = self.overtaken if i else 0
-                continue
-            first = min(long, key=lambda o: o.rank)
-            self.overtaken += 1
-            self.seen["overtaking"] += 1
-            assert self.overtaken <= OVERTAKING, "a long prompt waits"
-            assert s.priority <= first.priority
-            assert len(first.tokens) - left[first] > most_rows
-            # What it found in the cache may be gone when it is admitted.
-            known = chunk.start if not chunk.first or s.cached is None else s.cached
-            assert len(s.tokens) - known <= most_rows
-
     def check_chunk(self, step: Prefill) -> None:
-        s = step.sequence
+        s, scheduler = step.sequence, self.scheduler
         assert step.count > 0
         assert s.computed == step.start + step.count <= len(s.tokens)
         assert len(s.pages) == self.pool.pages_for(len(s.tokens))
@@ -319,6 +330,11 @@ class World:
             self.seen["sequences"] += 1
             self.seen["reused"] += s.reused > 0
             assert s.reused == step.start < s.prompt_tokens
+            before = [o for o in scheduler.waiting if o.rank < s.rank]
+            long = [o for o in scheduler.prefilling if o is not s and o.rank < s.rank]
+            assert not before or (long and s.rest <= self.scheduler.chunk), "out of order"
+            assert all(s.priority <= o.priority for o in long), "out of order"
+            self.seen["passed"] += bool(long)
             self.begun.append(s)
         self.seen["copy"] += step.copy is not None
         self.seen["restore"] += step.restore is not None
@@ -361,21 +377,21 @@ class World:
                     break
                 assert token != DEAD
                 if s.limit == 0:  # nothing is sampled
-                    assert self.scheduler.cancel(s, at_once=True) is None
+                    self.scheduler.cancel(s, at_once=True)
+                    assert not self.scheduler.to_save
                     continue
-                slot = s.slot
-                place = self.scheduler.read(s, token, token == STOP)
-                self.save(slot, place)
+                self.scheduler.read(s, token, token == STOP)
+                self.save()
 
-    def save(self, slot: int | None, place: int | None) -> None:
-        if place is not None:
-            assert slot is not None
+    def save(self) -> None:
+        for slot, place in self.scheduler.to_save:
             self.gpu.snapshots[place] = self.gpu.states[slot]
             self.seen["saved end"] += 1
+        self.scheduler.to_save.clear()
 
     def cancel(self, sequence: Sequence, at_once: bool = False) -> None:
-        slot = sequence.slot
-        self.save(slot, self.scheduler.cancel(sequence, at_once=at_once))
+        self.scheduler.cancel(sequence, at_once=at_once)
+        self.save()
         self.cut.add(sequence)
 
     def reset(self) -> None:
@@ -392,10 +408,18 @@ class World:
         for page, (key, tokens) in cached.items():
             values = chain(key, tokens)[(len(tokens) - 1) // SIZE * SIZE :]
             assert self.gpu.pages[page][: len(values)] == values, "a page is not what is stored"
-        for slot, (node, offset) in self.pool._saved.items():
-            tokens = cached[node.page][1]
-            end = (len(tokens) - 1) // SIZE * SIZE + offset
-            assert self.gpu.snapshots[slot] == chain(node.key, tokens[:end])[-1]
+        if self.pool.windows is not None:
+            own = [page for s in holders for page in s.window_pages[s.first_window :]]
+            for page, window in check_windows(self.pool, own).items():
+                key, tokens = cached[page]
+                values = chain(key, tokens)[(len(tokens) - 1) // SIZE * SIZE :]
+                assert self.gpu.windows[window][: len(values)] == values
+            self.seen["passed"] += len(self.pool.windows._passed)
+        for snapshot in self.pool.snapshots:
+            node = snapshot.page
+            assert isinstance(node, _Node)
+            tokens = cached[node.page][1][: snapshot.position]
+            assert self.gpu.snapshots[snapshot.place] == chain(node.key, tokens)[-1]
         assert all(not s.pages and s.slot is None for s in self.sequences if s not in holders)
         slots = [s.slot for s in holders]
         assert sorted([*slots, *scheduler._slots], key=str) == list(range(self.gpu.slots))
@@ -427,17 +451,15 @@ def prompt(rng: random.Random, texts: list[list[int]], most: int) -> list[int]:
 SEEN = Counter[str]()
 
 
-@pytest.mark.parametrize(
-    ("snapshots", "drafts", "prompts"),
-    [
-        *((0, drafts, prompts) for drafts, prompts in ((False, 1), (False, 8), (True, 3))),
-        *((snapshots, drafts, 1) for snapshots in (1, 5) for drafts in (False, True)),
-    ],
-)
-@others_full("seed", range(10), range(5))
-def test_at_random(
-    seed: int, snapshots: int, drafts: bool, prompts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def at_random(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    seed: int,
+    snapshots: int = 0,
+    drafts: bool,
+    prompts: int,
+    window: int = 0,
+) -> World:
     """Arrivals, ends, cancels and resets, in too few pages: every answer is the one that its
     prompt alone would give."""
     rng = random.Random(seed)
@@ -452,6 +474,8 @@ def test_at_random(
         ahead=rng.randrange(1, 4),
         snapshots=snapshots,
         prompts=prompts,
+        window=window,
+        kept=rng.choice([0, 5, 40]) + (14 if drafts else 0),  # drafts may be two pages more
     )
     groups = rng.randrange(1, 4)
     texts = [[rng.randrange(3) for _ in range(20)] for _ in range(2)]
@@ -476,14 +500,127 @@ def test_at_random(
         elif action < 0.7 or not world.pending:
             if drafts:
                 world.draft(rng)
-            world.submit(rng.choice([1, 5, 100, 100]))
+            world.submit(rng.choice([0, 1, 5, 100, 100]))
         else:
             world.read()
         if i % 7 == 0:
             world.check()
     world.scheduler.in_step = False
     world.finish()
-    SEEN.update(world.seen)
+    return world
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "drafts", "prompts"),
+    [
+        *((0, drafts, prompts) for drafts, prompts in ((False, 1), (False, 8), (True, 3))),
+        *((snapshots, drafts, 1) for snapshots in (1, 5) for drafts in (False, True)),
+    ],
+)
+@others_full("seed", range(10), range(5))
+def test_at_random(
+    seed: int, snapshots: int, drafts: bool, prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"seed": seed, "snapshots": snapshots, "drafts": drafts, "prompts": prompts}
+    SEEN.update(at_random(monkeypatch, **own).seen)
+
+
+@pytest.mark.parametrize("window", [1, 4, 9])
+@pytest.mark.parametrize(("drafts", "prompts"), [(False, 1), (False, 8), (True, 3)])
+@others_full("seed", range(10), range(3))
+def test_windows_at_random(
+    seed: int, window: int, drafts: bool, prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers with a window have what they read, too, in as few pages as can be in use."""
+    own = {"seed": seed, "window": window, "drafts": drafts, "prompts": prompts}
+    assert at_random(monkeypatch, **own).seen["passed"]
+
+
+def test_window_pages_of_a_chunk_are_given_up_in_the_next_step() -> None:
+    windows = WindowPages(pages_in_use(9, 8, 64, SIZE), 9)
+    pool = PagePool(1000, SIZE, windows=windows)
+    plan = Scheduler(pool, slots=8, context=200, chunk=64)
+    for i in range(8):
+        plan.add(Sequence([i] * 62, limit=40))
+    while plan.has_prompts:
+        assert plan.next(64) is not None
+    assert len(windows._count) == 7 * 3 + 16
+
+
+def evict_windows(world: World) -> None:
+    """As many others do that need the room."""
+    windows = world.pool.windows
+    assert windows is not None
+    windows.release(windows.allocate(windows.pages))
+
+
+def test_what_lacks_its_window_is_computed_again_and_found_then() -> None:
+    """The pages that others find first have the window of a sequence that came later."""
+    world = World(100, window=9, kept=20)
+    text = [1, 2, 0, 1, 2, 2, 1, 0, 0, 1, 2, 0, 1, 1, 1, 2, 2]
+    for own, reused in (([], 0), ([1], 17), ([2], 0), ([0], 16), ([1, 1], 16), ([1, 1, 1], 19)):
+        if own == [2]:
+            evict_windows(world)
+        sequence = world.add(Sequence([*text, *own], limit=1))
+        world.finish()
+        assert sequence.reused == reused
+
+
+def test_a_long_prompt_leaves_the_windows_of_others() -> None:
+    """But for those in the middle of prompts and answers, which go first."""
+    world = World(400, slots=1, context=400, chunk=16, window=9, kept=12)
+    talks = [[i, 1, 2] * 8 for i in range(2)]
+    for talk in talks:
+        sequence = world.add(Sequence(talk, limit=6))
+        world.finish()
+        talk[:] = sequence.tokens
+    world.add(Sequence([2] * 300, limit=90))
+    world.finish()
+    for talk in talks:
+        again = world.add(Sequence([*talk, 0], limit=1))
+        world.finish()
+        assert again.reused == len(talk) - 1
+
+
+def test_where_prompts_part_a_window_stays() -> None:
+    """Though none was there, so that the second had to compute it again."""
+    world = World(400, slots=1, context=400, chunk=16, window=9, kept=12)
+    begin = [1, 2, 0] * 20
+    for i, reused in enumerate((0, 0, 60, 60)):
+        sequence = world.add(Sequence([*begin, 10 + i, *[1, 0] * 60], limit=1))
+        world.finish()
+        assert sequence.reused == reused
+
+
+def test_a_window_page_that_is_being_written_is_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even if the page beside it was written long ago."""
+    monkeypatch.setattr(scheduler, "COPIED", 0)
+    world = World(100, chunk=64, window=9, kept=20, prompts=8)
+    text = [1, 2, 0, 1, 2, 2, 1, 0, 0, 1, 2, 0]
+    world.add(Sequence(text, limit=1))
+    world.finish()
+    evict_windows(world)
+    world.add(Sequence([*text, 1, 1, 1], limit=1))
+    other = world.add(Sequence([*text[:-1], 2, 2], limit=1))
+    world.finish()
+    assert other.reused == 11
+
+
+@pytest.mark.parametrize("kept", [0, 100])
+def test_window_pages_do_not_run_out(kept: int) -> None:
+    """Long prompts at once, of which no page is shared, and chunks larger than the window."""
+    rng = random.Random(kept)
+    world = World(1000, slots=8, context=200, chunk=64, prompts=8, window=9, kept=kept)
+    for _ in range(40):
+        tokens = [rng.randrange(3) for _ in range(rng.choice([10, 100, 100, 150]))]
+        world.add(Sequence(tokens, limit=40))
+    world.finish()
+    assert world.seen["preempted"] == 0
+    again = world.add(Sequence(world.sequences[-1].tokens, limit=5))  # it ended last
+    world.finish()
+    assert again.reused == again.prompt_tokens - 1
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -524,6 +661,7 @@ def test_all_of_it_was_seen() -> None:
     if SEEN["sequences"] > 4000:
         assert min(SEEN[what] for what in ("copy", "restore", "save", "preempted", "reused")) > 15
         assert SEEN["packed"] > 500
+        assert SEEN["passed"] > 100
         assert 500 < SEEN["behind"] < SEEN["accepted"] < SEEN["drafted"]
 
 
@@ -546,6 +684,54 @@ def test_priority_overtakes_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) ->
         world.add(Sequence([1], limit=1, priority=priority))
     world.finish()
     assert begun(world) == [2, 0, 3, 6, 1, 4, 5]
+
+
+def test_a_short_prompt_goes_before_the_rest_of_a_long_one() -> None:
+    """But not of one with a lower priority, nor for ever."""
+    world = World(60, chunk=4, slots=8)
+    long = world.add(Sequence([1] * 30, limit=1))
+    steps(world, 1)
+    urgent = world.add(Sequence([2] * 9, limit=1, priority=-1))
+    steps(world, 1)
+    late = world.add(Sequence([0] * 3, limit=1))
+    last = world.add(Sequence([0, 1, 2], limit=1, priority=1))
+    ended = list[Sequence]()
+    while world.submit() or world.pending:
+        if world.pending:
+            world.read()
+        ended += [s for s in world.sequences if s.state == "ended" and s not in ended]
+    assert [world.sequences[i] for i in begun(world)] == [long, urgent, late, last]
+    assert ended == [urgent, late, long, last]
+
+
+def test_a_long_prompt_is_not_passed_for_ever() -> None:
+    world = World(200, chunk=4, slots=8)
+    long = world.add(Sequence([1] * 20, limit=1))
+    steps(world, 1)
+    order = []
+    for i in range(24):
+        world.add(Sequence([2, i % 3, 0], limit=1))
+        before = long.computed
+        assert world.submit()
+        order.append(long.computed > before)
+        while world.pending:
+            world.read()
+    assert order[:10] == [False] * 4 + [True] + [False] * 4 + [True]
+    world.finish()
+
+
+def test_who_shares_the_rest_of_a_long_prompt_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "COPIED", 0)
+    world = World(60, chunk=4, slots=8)
+    long = world.add(Sequence([1, 2] * 8, limit=1))
+    steps(world, 1)
+    same = world.add(Sequence([1, 2] * 3, limit=1))
+    other = world.add(Sequence([2, 2], limit=1))
+    world.finish()
+    assert [world.sequences[i] for i in begun(world)] == [long, other, same]
+    assert same.reused == 5
 
 
 def test_what_cannot_fit_is_refused_with_both_numbers() -> None:
@@ -605,7 +791,7 @@ def test_decode_steps_and_chunks_take_turns() -> None:
 def chunks(plan: Scheduler, most_rows: int = 100) -> list[tuple[int, int, int]]:
     """Returns, for the next step, which is of prefill, the first token of each sequence and the
     begin and end of its rows."""
-    step = plan.next(most(most_rows))
+    step = plan.next(most_rows)
     assert isinstance(step, tuple)
     return [(c.sequence.tokens[0], c.start, c.start + c.count) for c in step]
 
@@ -622,83 +808,10 @@ def test_prompts_fill_a_step() -> None:
     """In their order; the last of them may go on in the next."""
     plan = packing([1] * 5, [2] * 20, [3], [4] * 2, [5] * 3, [6] * 30)
     assert chunks(plan) == [(1, 0, 5), (2, 0, 11)]
-    assert isinstance(plan.next(most(100)), Decode)
+    assert isinstance(plan.next(100), Decode)
     assert chunks(plan, 12) == [(2, 11, 20), (3, 0, 1), (4, 0, 2)]
-    assert isinstance(plan.next(most(100)), Decode)
+    assert isinstance(plan.next(100), Decode)
     assert chunks(plan) == [(5, 0, 3), (6, 0, 13)]
-
-
-def test_a_short_prompt_goes_before_the_rest_of_a_long_one() -> None:
-    """In whose step the long one goes on. A prompt that needs more than a chunk waits its turn."""
-    plan = packing([1] * 60)
-    assert chunks(plan) == [(1, 0, 16)]
-    for tokens in ([2] * 40, [3] * 5, [4] * 16, [5] * 3, [6] * 3):
-        plan.add(Sequence(tokens, limit=1))
-    assert chunks(plan) == [(3, 0, 5), (4, 0, 11)]
-    assert chunks(plan) == [(4, 11, 16), (5, 0, 3), (1, 16, 24)]
-    assert chunks(plan) == [(1, 24, 40)]  # after four in a row
-    assert chunks(plan) == [(6, 0, 3), (1, 40, 53)]
-    assert chunks(plan) == [(1, 53, 60), (2, 0, 9)]
-
-
-def test_short_prompts_do_not_keep_a_long_one_waiting() -> None:
-    plan = packing([1] * 60, *([i] * 16 for i in range(2, 9)), pages=100, most=1)
-    order = []
-    while plan.has_prompts:
-        step = plan.next(most(100))
-        order += [chunk.sequence.tokens[0] for chunk in step] if isinstance(step, tuple) else []
-    assert order == [1, 2, 3, 4, 5, 1, 6, 7, 8, 1, 1]
-
-
-@pytest.mark.parametrize(("priority", "order"), [(0, [2, 1, 1]), (1, [1, 1, 2]), (-1, [2, 1, 1])])
-def test_a_short_prompt_of_lower_priority_overtakes_none(priority: int, order: list[int]) -> None:
-    plan = packing([1] * 48, most=1)
-    assert chunks(plan) == [(1, 0, 16)]
-    plan.add(Sequence([2] * 3, limit=8, priority=priority))
-    following = [plan.next(most(100)) for _ in range(6)]
-    begun = [step[0].sequence.tokens[0] for step in following if isinstance(step, tuple)]
-    assert begun[:3] == order
-
-
-def test_a_long_prompt_of_higher_priority_goes_before_short_ones() -> None:
-    plan = packing([1] * 60, most=1)
-    assert chunks(plan) == [(1, 0, 16)]
-    plan.add(Sequence([2] * 40, limit=8, priority=-1))
-    plan.add(Sequence([3] * 4, limit=8))
-    assert [chunks(plan)[0][0] for _ in range(2)] == [2, 2]
-
-
-def test_a_prompt_most_of_which_is_cached_is_a_short_one() -> None:
-    """As the next turn of a conversation is."""
-    plan = packing([2] * 40, most=1)
-    while plan.has_prompts:
-        plan.next(most(100))
-    for tokens in ([1] * 60, [3] * 40 + [2] * 9, [2] * 40 + [3] * 9):
-        plan.add(Sequence(tokens, limit=8))
-    steps = [plan.next(most(100)) for _ in range(6)]
-    begun = [(c.sequence.tokens[0], c.start) for s in steps if isinstance(s, tuple) for c in s]
-    assert begun[:3] == [(1, 0), (2, 40), (1, 16)]
-
-
-def test_a_long_prompt_does_not_keep_a_short_one_from_a_slot() -> None:
-    """Even if another long one waits for pages before it."""
-    plan = packing([1] * 60, [2] * 60, [3] * 3, pages=25, most=1)
-    assert [chunks(plan)[0][0] for _ in range(2)] == [1, 3]
-    assert [s.tokens[0] for s in plan.waiting] == [2]
-
-
-def test_rows_of_a_step_depend_on_where_they_start() -> None:
-    """Known of a prompt that is cached only when it is admitted."""
-    plan = packing([1] * 40, most=4)
-    starts = list[tuple[int, int]]()
-    while plan.has_prompts:
-        step = plan.next(lambda position: 16 if position < 20 else 4)
-        starts += [(c.start, c.count) for c in step] if isinstance(step, tuple) else []
-    assert starts == [(0, 16), (16, 16), (32, 4), (36, 4)]
-    plan.add(Sequence([1] * 40 + [2] * 9, limit=8))
-    plan.add(Sequence([3] * 9, limit=8))
-    assert isinstance(plan.next(most(100)), Decode)
-    assert chunks(plan, 4) == [(1, 40, 44)]
 
 
 def test_rows_that_may_share_a_step_are_counted() -> None:
@@ -714,7 +827,7 @@ def test_rows_that_may_share_a_step_are_counted() -> None:
 def test_no_more_prompts_than_may_share_a_step() -> None:
     plan = packing(*([i] for i in range(6)))
     assert chunks(plan) == [(i, 0, 1) for i in range(4)]
-    assert isinstance(plan.next(most(100)), Decode)
+    assert isinstance(plan.next(100), Decode)
     assert chunks(plan) == [(4, 0, 1), (5, 0, 1)]
     assert chunks(packing([1], [2], most=1)) == [(1, 0, 1)]
 
@@ -722,7 +835,7 @@ def test_no_more_prompts_than_may_share_a_step() -> None:
 @pytest.mark.parametrize("own", [{"group": "other"}, {"limit": 0}])
 def test_other_kinds_of_prompts_have_steps_of_their_own(own: dict[str, Any]) -> None:
     plan = packing([1], Sequence([2], **{"limit": 8} | own), [3], [4])
-    steps = [plan.next(most(100)) for _ in range(6)]
+    steps = [plan.next(100) for _ in range(6)]
     prompts = [[c.sequence.tokens[0] for c in step] for step in steps if isinstance(step, tuple)]
     assert prompts == [[1], [2], [3, 4]]
 
@@ -743,7 +856,7 @@ def test_equal_prompts_wait_for_the_first(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(scheduler, "COPIED", 1)
     plan = packing(first, first, first, first)
     assert chunks(plan) == [(1, 0, 7)]
-    plan.next(most(100))
+    plan.next(100)
     assert chunks(plan) == [(1, 6, 7)] * 3
 
 
@@ -752,7 +865,7 @@ def test_a_beginning_is_copied_from_a_page_that_is_written(monkeypatch: pytest.M
     monkeypatch.setattr(scheduler, "COPIED", 0)
     plan = packing([1, 2, 5], [1, 2, 6], [1, 2, 7], [1, 2, 4], [1, 3, 0])
     assert chunks(plan) == [(1, 0, 3)]
-    plan.next(most(100))
+    plan.next(100)
     assert chunks(plan) == [(1, 2, 3)] * 3 + [(1, 1, 3)]
 
 
@@ -766,6 +879,7 @@ def test_groups_take_turns() -> None:
 def test_a_chunk_has_no_more_rows_than_it_may() -> None:
     world = World(40)
     sequence = world.add(Sequence([1] * 9, limit=1))
+    assert not world.submit(0)
     assert [world.submit(n) and sequence.computed for n in (2, 100)] == [2, 9]
 
 
@@ -775,13 +889,13 @@ def test_no_more_is_in_flight_than_may_be() -> None:
     several, one, few = (Sequence([1], limit=n, ahead=m) for n, m in ((10, 10), (10, 1), (2, 10)))
     for sequence in (several, one, few):
         plan.add(sequence)
-    while plan.next(most(100)):
+    while plan.next(100):
         pass
     assert [s.in_flight for s in (several, one, few)] == [3, 1, 2]
     plan.read(one, 1, False)
-    assert plan.next(most(100)) == Decode((one,))
+    assert plan.next(100) == Decode((one,))
     plan.read(few, 1, False)
-    assert plan.next(most(100)) is None
+    assert plan.next(100) is None
 
 
 @pytest.fixture
@@ -790,7 +904,7 @@ def no_headroom(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(plan: Scheduler, sequence: Sequence, token: int, ended: bool = False) -> None:
-    assert plan.read(sequence, token, ended) is None
+    plan.read(sequence, token, ended)
 
 
 @pytest.mark.usefixtures("no_headroom")
@@ -800,20 +914,20 @@ def test_the_youngest_gives_its_pages_back_and_comes_back() -> None:
     old, young = Sequence([1] * 7, limit=9), Sequence([2] * 3, limit=5)
     plan.add(old)
     plan.add(young)
-    order = [plan.next(most(100)) for _ in range(5)]
+    order = [plan.next(100) for _ in range(5)]
     assert [(s.computed, s.in_flight, len(s.pages)) for s in (old, young)] == [(8, 2, 2), (4, 2, 1)]
     assert order[1::2] == [Decode((old,)), Decode((young,))]
     assert order[4] is None
     for sequence in (old, young, old):
         read(plan, sequence, 0)
-    assert plan.next(most(100)) == Decode((old,))  # both need a page, and there is one
+    assert plan.next(100) == Decode((old,))  # both need a page, and there is one
     assert (young.state, young.pages, young.slot, young.in_flight) == ("waiting", [], None, 1)
     assert plan.preemptions == 1
     read(plan, old, 0, True)
-    assert plan.next(most(100)) is None
+    assert plan.next(100) is None
     read(plan, young, 1)
     assert young.tokens == [2, 2, 2, 0, 1]
-    step = plan.next(most(100))
+    step = plan.next(100)
     assert isinstance(step, tuple)
     (chunk,) = step
     assert (chunk.sequence, chunk.start, chunk.count, chunk.last) == (young, 4, 1, True)
@@ -825,10 +939,10 @@ def test_the_lowest_priority_gives_its_pages_back_first() -> None:
     plan = Scheduler(PagePool(6, SIZE), slots=4, context=16, chunk=64)
     low, high = Sequence([1] * 7, limit=9), Sequence([2] * 7, limit=9, priority=-1)
     plan.add(low)
-    plan.next(most(100))
+    plan.next(100)
     plan.add(high)
     for _ in range(20):
-        while plan.next(most(100)) is not None:
+        while plan.next(100) is not None:
             pass
         for sequence in (low, high):
             if sequence.in_flight:
@@ -859,13 +973,13 @@ def test_there_is_a_step_after_the_last_row_was_given_up(group: str | None) -> N
     low, high = Sequence([1] * 4, limit=9), Sequence([2] * 7, limit=3, priority=-1, group=group)
     for sequence in (low, high):
         plan.add(sequence)
-        plan.next(most(100))
+        plan.next(100)
     for sequence in (low, high):
         if sequence.in_flight:
             read(plan, sequence, 0)
     assert (low.state, high.state) == ("running", "running" if group else "prefill")
     assert plan.pool.allocate(2) is not None  # the last
-    step = plan.next(most(100))
+    step = plan.next(100)
     assert low.state == "waiting"
     assert step == Decode((high,)) if group else isinstance(step, tuple)
 
@@ -895,11 +1009,11 @@ def test_one_that_waits_is_begun_when_another_ends() -> None:
     first, second, third = (Sequence([i] * n, limit=9) for i, n in enumerate((8, 8, 4)))
     for sequence in (first, second, third):
         plan.add(sequence)
-    while plan.next(most(100)) is not None:
+    while plan.next(100) is not None:
         pass
     assert [s.state for s in (first, second, third)] == ["running", "running", "waiting"]
     read(plan, first, 5, True)
-    step = plan.next(most(100))
+    step = plan.next(100)
     assert isinstance(step, tuple)
     assert [chunk.sequence for chunk in step] == [third]
 
@@ -938,9 +1052,9 @@ def test_a_page_of_an_answer_is_stored_when_it_is_full(monkeypatch: pytest.Monke
     sequence = world.add(Sequence([1, 1, 0, 0, 2], limit=50))
     store = world.pool.store
 
-    def counted(tokens: Ids[int], key: Hashable, pages: Ids[int], length: int) -> None:
+    def counted(tokens: Ids[int], key: Hashable, pages: Ids[int], length: int, *of: Any) -> None:
         lengths.append(length)
-        store(tokens, key, pages, length)
+        store(tokens, key, pages, length, *of)
 
     monkeypatch.setattr(world.pool, "store", counted)
     world.finish()
@@ -998,6 +1112,79 @@ def test_a_state_is_saved_where_prompts_part() -> None:
     world.add(Sequence([*common[:3], *[0] * 9], limit=1))  # no more than a page in common
     world.finish()
     assert world.seen["save"] == 5
+
+
+def test_states_of_a_long_prompt_are_saved_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At ends of chunks that are far enough apart, and in large chunks, too."""
+    monkeypatch.setattr(snapshots, "GAP", 10)
+    monkeypatch.setattr(scheduler, "LARGEST_GAP", 20)
+    for chunk, expected in ((4, [12, 24, 36, 48, 52]), (64, [20, 40, 52])):
+        world = World(40, snapshots=9, chunk=chunk)
+        world.add(Sequence([1] * 55, limit=1))
+        world.finish()
+        saved = sorted(own.position for own in world.pool.snapshots)
+        assert saved == [*expected, 55]
+
+
+def test_a_state_is_saved_where_waiting_prompts_part() -> None:
+    world = World(60, slots=3, snapshots=20, chunk=64)
+    common = [1, 2, 0, 1, 2, 2, 1, 0, 1, 1]
+    late = Sequence([*common, 2, 2, 2, 0, *[0] * 9], limit=1)
+    for i in range(2):
+        world.add(Sequence([*common, i, *[i] * 9], limit=1))
+    world.submit(4)
+    world.add(late)  # while the first is in its prefill
+    world.finish()
+    assert [s.reused for s in world.sequences] == [0, 10, 10]
+
+
+def test_a_state_is_saved_at_marks_that_are_far_from_others() -> None:
+    world = World(40, snapshots=9, chunk=64)
+    world.add(Sequence([1, 2] * 15, limit=1, marks=[2, 6, 7, 20, 29]))
+    world.finish()
+    saved = sorted(own.position for own in world.pool.snapshots)
+    assert saved == [6, 20, 27, 30]
+
+
+def test_nothing_is_saved_of_a_short_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "LEAST_SAVED", 20)
+    world = World(40, snapshots=9, chunk=64)
+    world.add(Sequence([1, 2] * 9, limit=1, marks=[6]))
+    world.finish()
+    assert len(world.pool.snapshots) == 0
+
+
+def test_what_was_cancelled_in_its_prefill_goes_on_from_there() -> None:
+    world = World(40, snapshots=9, chunk=7)
+    sequence = world.add(Sequence([1, 2] * 15, limit=1))
+    world.submit()
+    world.submit()
+    assert (sequence.state, sequence.computed) == ("prefill", 14)
+    world.cancel(sequence)
+    again = world.add(Sequence([1, 2] * 15, limit=1))
+    world.finish()
+    assert again.reused == 14
+
+
+@pytest.mark.usefixtures("no_headroom")
+def test_what_gave_its_pages_back_goes_on_from_its_state() -> None:
+    """No token that it had is computed again."""
+    world = World(8, slots=2, context=32, chunk=16, snapshots=9)
+    first = world.add(Sequence([1, 1, 0, 0, 2], limit=20))
+    second = world.add(Sequence([2, 1, 0, 1, 2], limit=20))
+    known = 0
+    while world.submit() or world.pending:
+        if world.scheduler.preemptions and not known:
+            assert second.state == "waiting"
+            known = len(second.tokens)
+        if second.state == "running" and known:
+            break
+        if world.pending:
+            world.read()
+    assert known > 5
+    assert world.seen["restore"] == 1
+    assert first.tokens[:5] == [1, 1, 0, 0, 2]
+    world.finish()
 
 
 @pytest.mark.usefixtures("no_headroom")
@@ -1081,7 +1268,7 @@ def test_an_id_that_comes_after_the_end_changes_nothing() -> None:
     sequence = Sequence([1], limit=9)
     plan.add(sequence)
     for _ in range(2):
-        plan.next(most(100))
+        plan.next(100)
     read(plan, sequence, 0, True)
     read(plan, sequence, 5)
     assert (sequence.tokens, sequence.in_flight) == ([1, 0], 0)

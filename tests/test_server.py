@@ -463,9 +463,6 @@ def test_responses_are_of_openais_types(address: str) -> None:
         (CHAT, {"messages": []}, 400, "messages", "length >= 1"),
         (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", 'needs a "content"'),
         (CHAT, {"temperature": "hot"}, 400, "temperature", "Expected `float"),
-        (CHAT, {"priority": "high"}, 400, "priority", "Expected `int`"),
-        (CHAT, {"priority": 1.5}, 400, "priority", "Expected `int`"),
-        (CHAT, {"priority": 2**31}, 400, "priority", "Expected `int` <= 2147483647"),
         (CHAT, {"temperature": -1}, 400, "temperature", "from 0 (greedy) to 100"),
         (CHAT, {"n": 0}, 400, "n", ">= 1"),
         (CHAT, {"max_tokens": 0}, 400, "max_tokens", "from 1 up"),
@@ -1176,7 +1173,8 @@ def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = (
         "--port 0 --context 512 --quantize q4 --dtype f16 --kv-dtype q8 --device 1 --max-batch 3"
     )
-    flags += " --cache-memory 1.5GiB --invariant --adapter sql=a/b --adapter law=./c=d --offline"
+    flags += " --cache-memory 1.5GiB --host-cache 8GiB --invariant --offline"
+    flags += " --adapter sql=a/b --adapter law=./c=d"
     done = invoke("org/name", *flags.split())
     assert (done.exit_code, done.stderr) == (1, "error: seen enough\n")
     expected = {
@@ -1189,6 +1187,7 @@ def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "device": "1",
         "max_batch": 3,
         "cache_memory": 3 << 29,
+        "host_cache": 8 << 30,
         "invariant": True,
         "adapters": {"sql": "a/b", "law": "./c=d"},
         "offline": True,

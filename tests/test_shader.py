@@ -414,7 +414,7 @@ def model_specs(
     weights = {w.name: allocate(dry, w.shape, dtype, unit=w.spec.unit) for w in plan.weights}
     predictor = model.predictor
     if isinstance(predictor, Predictor):
-        predictor = predictor.of(HiddenStates.new(dry, c.hidden_size, 8, 0))
+        predictor = predictor.of(HiddenStates.new(dry, c.hidden_size, 8))
         plan = plan_random(predictor.weights(), "f32").joined()
         own = {w.name: allocate(dry, w.shape, dtype, unit=w.spec.unit) for w in plan.weights}
         behind = with_shared(own, weights)

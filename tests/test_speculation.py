@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import engines
+import numpy as np
 import pytest
 from engines import build_engine
 from marks import others_full
@@ -25,7 +26,7 @@ import infer.engine.scheduler
 from infer.engine.answers import Answer
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
-from infer.engine.speculation import MAX_DRAFT, Guess, PromptLookup, Speculation
+from infer.engine.speculation import MAX_DRAFT, Drafter, Guess, PromptLookup, Speculation
 from infer.kernels.errors import RequestError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import Recorded
@@ -62,7 +63,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Known:
+class Known(Drafter):
     """Drafts what answers go on with, if it is right, and something else if it is not. right: by
     the number of the draft, how many of its first tokens are; the next one is wrong; below 0:
     nothing is drafted."""
@@ -356,6 +357,29 @@ def test_a_constraint_beside_drafts(engine_of: Callable[..., Engine]) -> None:
     assert beside.timings.drafted_tokens == 0
 
 
+def test_a_drafter_begins_while_the_prompt_is_computed(engine_of: Callable[..., Engine]) -> None:
+    """Before the first token is known, with all of a prompt that is computed in parts."""
+    calls: list[tuple[str, int]] = []
+
+    class Noted(Drafter):
+        def begin(self, prompt: Sequence[int]) -> None:
+            calls.append(("begin", len(prompt)))
+
+        def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+            calls.append(("draft", len(tokens)))
+            return []
+
+    engine = engine_of("llama", prefill_chunk=16)
+    with pytest.MonkeyPatch.context() as patch:
+        speculation = Speculation([8], measures=False, drafter=Noted)
+        patch.setattr(engine.verification, "speculation", speculation)
+        ids = prompts_of("llama")[0][:40]
+        engines.answer(engine, ids, 1)
+        params = SamplingParams(max_tokens=3, temperature=0.0).resolved({})
+        list(engine.generate(ids, params))
+    assert calls == [("begin", 40), ("draft", 41), ("draft", 42)]
+
+
 def test_stop_ids_end_an_answer_in_the_middle_of_a_draft(engine_of: Callable[..., Engine]) -> None:
     engine, ids = engine_of("llama"), prompts_of("llama")[0]
     (expected,) = plainly(engine, [ids], params_of("greedy"))
@@ -605,18 +629,76 @@ def test_a_place_is_followed_while_it_is_right() -> None:
     assert lookup.draft(tokens, 3) == [0, 1, 2]
 
 
-def test_a_long_prompt_is_read_in_parts() -> None:
-    tokens = list(range(20_000))
+def files(rng: random.Random, count: int) -> list[list[list[int]]]:
+    """Files of 200 lines of code, as tokens: indentation, names and operators that are in all of
+    them, and lines that stand in many places."""
+    words, common = range(100, 3000), [[1, 2, 3], [1, 4, 5, 3], [1, 1, 6, 3]]
+    return [
+        [
+            rng.choice(common)
+            if rng.random() < 0.2
+            else [*[1] * rng.randrange(4), *rng.choices(words, k=rng.randrange(3, 15)), 3]
+            for _ in range(200)
+        ]
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_an_edit_is_drafted_from_a_file_in_a_long_conversation(begins: bool) -> None:
+    """The answer repeats a file with a line in 25 changed. What is drafted is what a search of the
+    whole conversation finds."""
+    rng = random.Random(5)
+    read = files(rng, 55)
+    prompt = [token for file in read for line in file for token in line]
+    assert len(prompt) > 100_000
+    edited = [line if i % 25 else [1, 7 + i, 8, 3] for i, line in enumerate(read[20], 1)]
+    answer = [token for line in edited for token in line]
+    lookup, tokens, right = PromptLookup(), list(prompt), 0
+    if begins:
+        lookup.begin(tokens)
+    followed = False
+    for token in answer:
+        ids = lookup.draft(tokens, MAX_DRAFT)
+        if not followed:
+            assert ids == latest(tokens, MAX_DRAFT)
+        followed = bool(ids) and ids[0] == token
+        right += followed
+        tokens.append(token)
+    assert right > 0.9 * len(answer)
+
+
+def latest(tokens: list[int], most: int) -> list[int]:
+    """As `simply`, for long texts."""
+    ids = np.array(tokens)
+    for n in (3, 2):
+        same = np.all([ids[i : len(ids) - n + i] == ids[i - n] for i in range(n)], axis=0)
+        if same.any():
+            place = int(np.flatnonzero(same)[-1]) + n
+            again = tokens[place:] * most  # where the end is nearer
+            return again[:most]
+    return []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_lookup_goes_on_as_one_that_begins(seed: int) -> None:
+    """Whatever of the tokens was the prompt, once no place is followed."""
+    rng = random.Random(seed)
+    tokens = [rng.randrange(4) for _ in range(60)]
     lookup = PromptLookup()
-    tokens += [1, 2, 3]
-    calls = 0
-    while not (ids := lookup.draft(tokens, 2)):
-        calls += 1
-        assert calls < 10
-    assert ids == [4, 5]
+    lookup.begin(tokens[: rng.randrange(1, 60)])
+    tokens += [100, *tokens[-3:]]
+    assert lookup.draft(tokens, 5) == simply(tokens, 5)
 
 
-class Fixed:
+def test_unlike_tokens_with_one_hash_are_not_taken_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(infer.engine.speculation, "_FACTORS", (0, 0, 0))
+    assert PromptLookup().draft([1, 2, 3, 4, 5, 6, 1, 2, 3], 2) == []
+
+
+class Fixed(Drafter):
     """Drafts the same always."""
 
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
@@ -696,7 +778,7 @@ STEP_TIMES = {1: 1.88, 2: 2.48, 4: 2.65, 8: 3.21, 16: 4.91}  # by rows, as above
 READING, CHANGE = 0.15, 0.9  # what a step with drafts waits for; recording, where that shows
 
 
-class Sometimes:
+class Sometimes(Drafter):
     """Finds a place with some probability, and follows it while it is right."""
 
     def __init__(self, rng: random.Random, finds: float) -> None:

@@ -39,7 +39,7 @@ from infer.engine.constraint import (
     schema_error,
 )
 from infer.engine.engine import Engine
-from infer.engine.speculation import Speculation
+from infer.engine.speculation import Drafter, Speculation
 from infer.engine.token_engine import Step
 from infer.hub import DEMO
 from infer.kernels.errors import UnsupportedError
@@ -931,7 +931,7 @@ def test_what_is_forced_is_drafted(llm: LLM, drafting: LLM) -> None:
     assert drafted[-1] == 0
 
 
-class Clueless:
+class Clueless(Drafter):
     """Drafts nothing."""
 
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from infer.engine.speculation import (
     MAX_DRAFT,
+    Drafter,
     Guess,
     Held,
     ModelGuess,
@@ -106,7 +107,7 @@ class _Guess(Guess):
         return [self._accept ** (i + 1) for i in range(len(self.ids))]
 
 
-class _Anything:
+class _Anything(Drafter):
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 

@@ -566,9 +566,10 @@ def place_batch(engine: Engine, rows: int, kv_len: int) -> None:
     own["position"], own["sequence"] = kv_len - 1, range(rows)
     engine.device.write(engine.steps.step, step)
     pages = -(-kv_len // PAGE)
-    for i in range(rows):
-        first, n_pages = i * pages, engine.steps.cache.n_pages
-        engine.steps.cache.assign(i, 0, [n % n_pages for n in range(first, first + pages)])
+    for cache in filter(None, (engine.steps.cache, engine.steps.windows)):
+        for i in range(rows):
+            first = i * pages
+            cache.assign(i, 0, [n % cache.n_pages for n in range(first, first + pages)])
 
 
 def place_step(

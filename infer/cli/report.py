@@ -261,7 +261,8 @@ class ModelReport:
                 "weights": f"{size(m.weight_bytes)} in {', '.join(m.dtypes)}{widened} "
                 f"({size(m.disk_bytes)}{f' of {m.name}' if m.draft else ''} on disk)",
                 "KV cache": f"{size(m.kv_cache_bytes)} for {m.context:,} tokens "
-                f"({m.kv_bytes_per_token:,} bytes per token in {m.kv_dtype})",
+                f"({m.kv_bytes_per_token:,} bytes per token in {m.kv_dtype}"
+                f"{f', and {size(m.kv_window_bytes)} of windows' if m.kv_window_bytes else ''})",
                 "other": size(m.other_bytes),
                 "total": size(m.total_bytes),
                 "context": f"{m.context:,} tokens; the model's maximum is {m.max_context:,}",

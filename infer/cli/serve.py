@@ -180,6 +180,15 @@ def serve(
             "context takes, and 1,024 tokens for each other answer.",
         ),
     ] = None,
+    host_cache: Annotated[
+        str | None,
+        loading_option(
+            "--host-cache",
+            metavar="SIZE",
+            help="Host memory, such as 8GiB, for what the KV cache has no room for, of each model. "
+            "Prompts go on from there where that is faster than computing. Default: none.",
+        ),
+    ] = None,
     invariant: InvariantOption = False,
     speculate: SpeculateOption = None,
     draft: DraftOption = None,
@@ -195,6 +204,7 @@ def serve(
     """
     with exit_codes(verbose):
         nbytes = parse_bytes(cache_memory, "--cache-memory")
+        host_bytes = parse_bytes(host_cache, "--host-cache")
         if "" in (api_key or ()):
             raise typer.BadParameter("the key must not be empty", param_hint="--api-key")
         if "" in (served_name or ()):
@@ -228,6 +238,7 @@ def serve(
             "kv_dtype": kv_dtype,
             "max_batch": max_batch,
             "cache_memory": nbytes,
+            "host_cache": host_bytes,
             "invariant": invariant,
             "speculate": speculate,
             "draft": draft,

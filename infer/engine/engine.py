@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import reduce
 from itertools import accumulate
 from operator import or_
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -26,9 +27,12 @@ from numpy.typing import NDArray
 
 from infer.engine import scheduler
 from infer.engine.answers import Answer
+from infer.engine.cache_file import CacheFiles
 from infer.engine.constraint import Constraint
 from infer.engine.decoding import Batch, Decoding, Parts
 from infer.engine.draft import DraftModel, Known, Loaded
+from infer.engine.host_cache import HostCache
+from infer.engine.host_tier import HostTier, Restore
 from infer.engine.masks import Masks
 from infer.engine.options import MAX_BATCH, EngineOptions
 from infer.engine.pace import Pace
@@ -44,14 +48,14 @@ from infer.engine.texts import Scored, Text, Texts
 from infer.engine.token_engine import EngineStats, Step, Timings, TokenEngine
 from infer.engine.turns import Turns
 from infer.engine.verification import Verification
+from infer.engine.windows import WindowPages, window_of
 from infer.kernels.compiler.target import MAX_VEC_ROWS
-from infer.kernels.errors import ModelError, OutOfMemoryError
+from infer.kernels.errors import ModelError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import EMPTY, Copy, Recording, StepQueue
 from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import PAGE
-from infer.kernels.state.layer_state import LayerState, copies
 from infer.kernels.state.sampler import INVALID_TOKEN, Sampler, SamplerChain
 from infer.kernels.state.step import NO_TOKEN, pack_prompts
 from infer.models.blocks.decoder import Decoder
@@ -95,7 +99,6 @@ class Engine(TokenEngine):
         )
         # Rows computed again before those of a partly cached prompt, for their hidden state.
         self._lead = int(predictor is not None and not any(self.config.states))
-        self.states = [cache for cache in self.steps.caches if isinstance(cache, LayerState)]
         self.sampler = Sampler(
             device,
             self.vocab_size,
@@ -106,14 +109,19 @@ class Engine(TokenEngine):
         )
         prefill = [rows for rows in self.steps.rows.values() if rows > MAX_VEC_ROWS]
         self.pace = Pace(model.config.num_hidden_layers, prefill)
-        self.pool = PagePool(options.pages, PAGE, snapshots=self.steps.places if self.states else 0)
+        windows = None
+        if self.steps.window_pages:
+            windows = WindowPages(self.steps.window_pages, window_of(model.config))
+        self.saved = self.steps.saved  # None where no layer has a state
+        places = 0 if self.saved is None else options.most_state_places
+        self.pool = PagePool(options.pages, PAGE, snapshots=places, windows=windows)
         self.scheduler = Scheduler(
             self.pool,
             slots=options.max_batch,
             context=options.context,
             chunk=self.steps.rows["prefill"] - self._lead * self.steps.prompts,
             ahead=options.ahead,
-            snapshot_tail=_TAIL if self.states else 0,
+            snapshot_tail=0 if self.saved is None else _TAIL,
             prompts=self.steps.prompts,
         )
         speculation: Speculation | None = None
@@ -147,6 +155,19 @@ class Engine(TokenEngine):
         )
         self.decoding = Decoding(parts)
         self.verification = Verification(speculation, drafts, parts)
+        self.tier = HostTier(
+            self.steps,
+            self.pool,
+            self.submissions,
+            HostCache(options.host_cache),
+            lambda rows, at: self.pace.seconds(rows, at) if self.pace.known else 0.0,
+            self._takes,
+        )
+        has_windows = self.pool.windows is not None
+        of_weights = device, weights, adapters, options.kv_dtype, has_windows
+        self.files = CacheFiles(*of_weights)
+        # Answers whose pages come back from the host, before they are added to the scheduler.
+        self._restoring: deque[tuple[Restore, Answer | Text]] = deque()
         self._is_whole = True  # False during a change that an interrupt would cut in half
         self._read_at = 0.0  # when the last step was read
         self._forget_rows()
@@ -170,7 +191,7 @@ class Engine(TokenEngine):
         """Compile beforehand what a generation from a prompt of that length would compile on its
         way: the sampler, and on a software adapter, whose driver puts a kernel off until it
         first runs, all the rest. params: `resolved`. progress: as for `Steps.compile`."""
-        last = min(prompt_tokens, _TAIL) if self.states else 0  # a step of their own
+        last = 0 if self.saved is None else min(prompt_tokens, _TAIL)  # a step of their own
         parts = (prompt_tokens - last, last, 0 if params.max_tokens == 1 else 1)
         kinds = dict.fromkeys(kind for part in parts for *_, kind in self.chunks(part))
         chain = self._chain(params)
@@ -281,7 +302,14 @@ class Engine(TokenEngine):
             constraint,
             chain,
             None,
-            self._sequence(ids, limit - len(generated), (adapter, cache_salt), ahead, priority),
+            self._sequence(
+                ids,
+                limit - len(generated),
+                (adapter, cache_salt),
+                ahead,
+                priority,
+                () if self.saved is None else _message_ends(prompt_ids, stop_ids),
+            ),
             count=len(generated),
             newest=ids[-1] if generated else -1,
         )
@@ -312,7 +340,8 @@ class Engine(TokenEngine):
         limit: int,
         key: tuple[str | None, ...],
         ahead: int,
-        priority: int,
+        priority: int = 0,
+        marks: Sequence[int] = (),
     ) -> scheduler.Sequence:
         """A sequence of `limit` more tokens, or as many as keep the same rotary table. key: of the
         cache."""
@@ -320,7 +349,13 @@ class Engine(TokenEngine):
         part = int(min(limit, same_until(rope, len(ids)) + 1 - len(ids)))
         length = table_length(rope, len(ids))
         return scheduler.Sequence(
-            ids, limit=part, key=(*key, length), priority=priority, group=length, ahead=ahead
+            ids,
+            limit=part,
+            key=(*key, length),
+            priority=priority,
+            group=length,
+            ahead=ahead,
+            marks=marks,
         )
 
     def begin(self, text: Text) -> None:
@@ -342,6 +377,23 @@ class Engine(TokenEngine):
     def turn(self) -> AbstractContextManager[None]:
         """A block in which only this thread makes steps."""
         return self.turns.turn()
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A block in which this thread has the turn and changes what is cached. An interrupt in it
+        empties the cache."""
+        with self.turn():
+            if not self._is_whole:
+                self._recover()
+            self._is_whole = False
+            self.tier.take_out()
+            self._save()
+            yield
+            self._is_whole = True
+
+    def _key(self, ids: Sequence[int], adapter: str | None, cache_salt: str | None) -> Hashable:
+        """What keys and values of a prompt depend on besides its tokens."""
+        return self._sequence(ids, 1, (adapter, cache_salt), 1).key
 
     def settle(self) -> None:
         """Take in what was cancelled while nothing else is generated, to free its pages."""
@@ -368,6 +420,7 @@ class Engine(TokenEngine):
             drafted,
             accepted,
             self.options.kv_dtype,
+            self.tier.cache.stats,
         )
 
     def _wanted(self, sequences: Sequence[scheduler.Sequence]) -> int:
@@ -401,9 +454,13 @@ class Engine(TokenEngine):
                 self._read()
             self._is_whole = False
             self._reset()
-            if (pages := -(-self.context // PAGE)) > self.steps.cache.n_pages:
-                self._grow(pages)
-            self.resident.give_pages(0, range(pages))
+            pages, windows = -(-self.context // PAGE), self.steps.window_pages
+            if self._lacks(pages, windows):
+                self._grow(pages, windows)
+            # Pages for a window take turns: there are enough for it and the rows of a step.
+            self.resident.give_pages(
+                0, range(pages), [i % windows for i in range(pages)] if windows else ()
+            )
             try:
                 yield
             finally:
@@ -434,12 +491,20 @@ class Engine(TokenEngine):
     def _fill(self) -> None:
         """Submit as many steps as may be in flight."""
         in_flight = self.submissions.in_flight
+        self._bring_back()
         while len(in_flight) < self.options.ahead and not self.decoding.is_held:
             if in_flight and in_flight[-1].prefilled and not self.pace.known:
                 break  # its time is to be measured first
             self.verification.choose()
-            work = self.scheduler.next(self._most_rows())
-            if self.pool.touched > self.steps.cache.n_pages and not self._has_grown():
+            rows = 0
+            if self.scheduler.has_prompts:
+                most = self.pace.rows_beside if self.scheduler.running else self.pace.rows
+                rows = most(self.scheduler.next_position)
+                rows = self.pace.filled(rows, self.scheduler.shared_rows)
+            work = self.scheduler.next(rows)
+            self.tier.take_out()
+            self._save()
+            if self._lacks(*self._touched) and not self._has_grown():
                 break
             if work is None:
                 break
@@ -447,40 +512,54 @@ class Engine(TokenEngine):
                 self._decode(work)
             else:
                 self._prefill(work)
-
-    def _most_rows(self) -> Callable[[int], int]:
-        """Returns what gives the most rows of a step whose rows start at a position."""
-        pace = self.pace
-        most = pace.rows_beside if self.scheduler.running else pace.rows
-        shared = self.scheduler.shared_rows if self.scheduler.has_prompts else 0
-        return lambda position: pace.filled(most(position), shared)
+            self.pool.unsaved.clear()
 
     def _has_grown(self) -> bool:
         """Have memory for all pages that are used. Returns False if there is none: then the answers
         that have pages without memory end with that error, and others go on with an empty cache."""
-        n_pages = self.steps.cache.n_pages
+        n_pages, windows = self._pages
         try:
-            self._grow(self.pool.touched)
+            self._grow(*self._touched)
         except OutOfMemoryError as error:
             for sequence, answer in self._answers.items():
-                if any(page >= n_pages for page in sequence.pages):
+                own = sequence.window_pages[sequence.first_window :]
+                if max(sequence.pages, default=0) >= n_pages or max(own, default=-1) >= windows:
                     answer.error, answer.ended = error, True
             self._recover()
             return False
         return True
 
-    def _grow(self, least: int) -> None:
-        """Have a cache of so many pages, or of half as many more than now. Its first use of each
-        page comes after this. Raises OutOfMemoryError."""
-        now = self.steps.cache.n_pages
-        n_pages = min(self.options.pages, max(least, now + now // 2))
+    @property
+    def _pages(self) -> tuple[int, int]:
+        """Pages that there is memory for: of the cache, and of layers with a window."""
+        windows = self.steps.windows
+        return self.steps.cache.n_pages, 0 if windows is None else windows.n_pages
+
+    @property
+    def _touched(self) -> tuple[int, int]:
+        """As `_pages`: those that there has to be memory for."""
+        windows = self.pool.windows
+        return self.pool.touched, 0 if windows is None else windows.touched
+
+    def _lacks(self, pages: int, windows: int) -> bool:
+        """Whether there is not memory for so many pages, and so many of layers with a window."""
+        now, windows_now = self._pages
+        return pages > now or windows > windows_now
+
+    def _grow(self, least: int, least_windows: int) -> None:
+        """Have memory for so many pages, and so many of layers with a window; of each where that is
+        more than now, for half as many more than now. The first use of each page comes after this.
+        Raises OutOfMemoryError."""
+        now, windows_now = self._pages
+        n_pages = _grown(now, least, self.options.pages)
+        windows = _grown(windows_now, least_windows, self.steps.window_pages)
         # What is recorded binds the smaller buffers.
         self.verification.drop()
         self.decoding.drop()
         self._batch = None
         self.recordings.clear()
         self.texts.forget_recordings()
-        self.steps.grow(n_pages, self.resident.table_length)
+        self.steps.grow(n_pages, self.resident.table_length, windows)
         if self.draft is not None:
             self.draft.grow(n_pages)
 
@@ -490,9 +569,40 @@ class Engine(TokenEngine):
             if answer.cancelled:
                 self._end(answer)
             elif answer.sequence not in self._answers:
-                self.scheduler.add(answer.sequence)
                 self._answers[answer.sequence] = answer
+                sequence = answer.sequence
+                restore = None
+                if sequence.shares:
+                    restore = self.tier.plan(sequence.tokens, sequence.key)
+                if restore is None:
+                    self.scheduler.add(sequence)
+                else:
+                    self._restoring.append((restore, answer))
             self._inbox.popleft()
+
+    def _bring_back(self) -> None:
+        """Bring some of what the first prompt needs back from host memory."""
+        if not self._restoring:
+            return
+        restore, answer = self._restoring[0]
+        if answer.ended:
+            self.tier.drop(restore)
+        elif not self.tier.bring(restore):
+            return
+        self._restoring.popleft()
+        if not answer.ended:
+            self.scheduler.add(answer.sequence)
+
+    def _takes(self, pages: Sequence[int]) -> bool:
+        """Whether there is memory for these pages, which hold something else from here on."""
+        try:
+            if self._lacks(*self._touched):
+                self._grow(*self._touched)
+        except OutOfMemoryError:
+            return False
+        if self.draft is not None:
+            self.draft.forget_pages(pages)
+        return True
 
     def _prefill(self, work: Sequence[Prefill]) -> None:
         """Chunks of several prompts, or of one."""
@@ -504,15 +614,19 @@ class Engine(TokenEngine):
                 self._batch = None  # the sequence may have had another slot
                 if isinstance(answer, Answer):
                     self.resident.begin(answer, slot)
-            self.resident.give_pages(slot, part.sequence.pages)
+            self.resident.give_pages(slot, part.sequence.pages, part.sequence.window_pages)
             if part.copy is not None:
                 before += self.steps.cache.copies(*part.copy, part.start % PAGE)
+                if self.steps.windows is not None and part.sequence.window_copy is not None:
+                    of_window = part.sequence.window_copy
+                    before += self.steps.windows.copies(*of_window, part.start % PAGE)
                 if draft is not None:
                     before += draft.copies(*part.copy, part.start % PAGE)
             if part.first and draft is not None:
                 draft.begin(part.sequence, part.start, part.copy)
             if part.restore is not None:
-                before += self._copies(slot, part.restore, back=True)
+                assert self.saved is not None
+                before += self.saved.copies(slot, part.restore, back=True)
         self.resident.rotate_for(answers[0].table_length)
         if before:
             self.queue.submit(EMPTY, 0, 0, before)
@@ -550,8 +664,8 @@ class Engine(TokenEngine):
         ]
         chosen = [rows[i] - 1 for i in last] if wanted.rows else []
         self.device.write(self.steps.step, pack_prompts(chunks, chosen, leads))
-        start = sum(part.count * part.start for part in work) // count  # of a row, on average
-        pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count, start)
+        position = sum(part.count * part.start for part in work) // count
+        pieces = 1 if count <= MAX_VEC_ROWS else self.pace.submissions(count, position)
         if pieces > 1 and chain is not None and chain.mask:  # sampling comes after the masks
             first = self.recordings.of(kind, False, None, any(numbers)).parts(pieces)
             rest = self.recordings.of(kind, True, chain, any(numbers), body=False)
@@ -564,7 +678,7 @@ class Engine(TokenEngine):
         self.resident.prefilled(slots, tuple(slots[i] for i in last) if wanted.rows else ())
         # Scoring takes longer, so it would distort the pace of prompts.
         is_prompt = count > MAX_VEC_ROWS and not isinstance(text, Scored)
-        prefilled = (count, start) if is_prompt else None
+        prefilled = (count, position) if is_prompt else None
         self.submissions.submit(rest, count, longest, wanted, prefilled=prefilled)
         if draft is not None:
             known = [
@@ -575,7 +689,10 @@ class Engine(TokenEngine):
             draft.follow(self.queue, known)
         for part, slot in zip(work, slots, strict=True):
             if part.save is not None:
-                self.queue.submit(EMPTY, 0, 0, self._copies(slot, part.save, back=False))
+                self._save_state(slot, part.save)
+        for part, answer in zip(work, answers, strict=True):  # while the GPU computes them
+            if part.first and isinstance(answer, Answer) and answer.guess is not None:
+                answer.guess.begin(part.sequence.tokens)
 
     def _decode(self, work: Decode) -> None:
         batch = self._batch
@@ -588,7 +705,7 @@ class Engine(TokenEngine):
             if len(sequence.pages) != len(resident.pages[slot]):
                 if self.draft is not None:
                     self.draft.forget_pages(sequence.pages[len(resident.pages[slot]) :])
-                resident.give_pages(slot, sequence.pages)
+                resident.give_pages(slot, sequence.pages, sequence.window_pages)
         if self.draft is not None and not work.drafts:
             self.verification.drop()  # nothing is drafted in this step
         prepared = self.verification.take(batch)
@@ -621,8 +738,10 @@ class Engine(TokenEngine):
         self._is_whole = False
         self.submissions.in_flight.popleft()
         now = time.perf_counter()
-        if step.prefilled is not None:
-            self.pace.measured(*step.prefilled, now - max(step.since, self._read_at))
+        self.tier.collect()
+        if step.prefilled:
+            count, position = step.prefilled
+            self.pace.measured(count, now - max(step.since, self._read_at), position)
         self.verification.measured(step, self._read_at, now)
         self._read_at = now
         rows: Sequence[int] = range(len(ids))
@@ -655,7 +774,7 @@ class Engine(TokenEngine):
         sequence = answer.sequence
         if answer.ended:  # only its state is still to be saved
             stops = token in answer.stop_ids
-            self._save(sequence.slot, self.scheduler.read(sequence, token, ended=stops))
+            self.scheduler.read(sequence, token, ended=stops)
             self._end(answer)
             return
         try:
@@ -689,10 +808,7 @@ class Engine(TokenEngine):
         answer.give(Step(token, logits if answer.with_logits else None, own))
         last = answer.is_over
         of_part = len(sequence.tokens) + 1 >= sequence.end
-        slot = sequence.slot
-        place = self.scheduler.read(sequence, token, last or of_part)
-        if place is not None:
-            self._save(slot, place)
+        self.scheduler.read(sequence, token, last or of_part)
         if answer.guess is not None and not last:
             answer.guess.take(sequence.tokens)
         if last:
@@ -716,8 +832,7 @@ class Engine(TokenEngine):
         answer.ended = True
         sequence = answer.sequence
         if sequence in self._answers:
-            slot = sequence.slot
-            self._save(slot, self.scheduler.cancel(sequence, at_once=at_once))
+            self.scheduler.cancel(sequence, at_once=at_once)
             if sequence.state == "ended":  # else it ends when what is in flight was read
                 del self._answers[sequence]
 
@@ -726,18 +841,22 @@ class Engine(TokenEngine):
         for answer in answers:
             self._end(answer, at_once=True)
 
-    def _save(self, slot: int | None, place: int | None) -> None:
-        """Save the states of the sequence that had this slot, if a place is given."""
-        if place is not None:
-            assert slot is not None
-            self.queue.submit(EMPTY, 0, 0, self._copies(slot, place, back=False))
+    def _save(self) -> None:
+        """Save the states that the scheduler wants to be saved before the next step."""
+        for slot, place in self.scheduler.to_save:
+            self._save_state(slot, place)
+        self.scheduler.to_save.clear()
 
-    def _copies(self, slot: int, place: int, *, back: bool) -> list[Copy]:
-        """The copies that save the states of a slot in a place, or bring them back."""
-        found = copies(self.states, slot, place, back=back)
-        if self.steps.last_hidden is not None:
-            found += self.steps.last_hidden.copies(slot, place, back=back)
-        return found
+    def _save_state(self, slot: int, place: int) -> None:
+        """Save a state in its place. Where there is no memory for more places, there are no more
+        from now on, and what they hold is less."""
+        assert self.saved is not None
+        try:
+            self.saved.reserve(place + 1)
+        except OutOfMemoryError:
+            self.pool.snapshots.shrink(self.saved.places)
+            return
+        self.queue.submit(EMPTY, 0, 0, self.saved.copies(slot, place, back=False))
 
     def _recover(self) -> None:
         """After an interrupt in the middle of a change, trust nothing here or on the GPU: all
@@ -747,6 +866,10 @@ class Engine(TokenEngine):
 
     def _reset(self) -> None:
         """Begin anew with an empty cache and nothing in flight."""
+        self.tier.forget()
+        for _, answer in self._restoring:
+            self.scheduler.add(answer.sequence)
+        self._restoring.clear()
         for sequence, answer in list(self._answers.items()):
             if isinstance(answer, Answer) and answer.sequence is sequence:
                 answer.mend()
@@ -758,6 +881,41 @@ class Engine(TokenEngine):
                 self._answers.pop(sequence, None)
         self.scheduler.reset(self._answers)
         self._forget_rows()
+
+    # Files of the cache
+
+    def save_cache(
+        self,
+        path: str,
+        ids: Sequence[int],
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Generator[int, None, None]:
+        once = SamplingParams(max_tokens=1).resolved({})
+        for _ in self.generate(ids, once, adapter=adapter, cache_salt=cache_salt):
+            pass
+        with self._changing():
+            prompt = self.tier.copy_out(ids, self._key(ids, adapter, cache_salt))
+        self.files.write(Path(path), prompt, adapter)
+        yield len(prompt.tokens)
+
+    def load_cache(
+        self, path: str, adapter: str | None = None, cache_salt: str | None = None
+    ) -> Generator[int, None, None]:
+        self.check_adapter(adapter)
+        prompt = self.files.read(Path(path), adapter)
+        ids: list[int] = prompt.tokens.tolist()
+        if not self.tier.takes(prompt):
+            raise RequestError(f"{path} is damaged. Save the cache again.")
+        self.check_prompt(ids, room=0)
+        with self._changing():
+            has_room = self.tier.copy_in(prompt, self._key(ids, adapter, cache_salt))
+        if not has_room:
+            raise RequestError(
+                f"The cache has no room for the {len(ids):,} positions of {path} beside the "
+                "answers that are generated. Ask again later, or give it more memory."
+            )
+        yield len(ids)
 
     # Texts
 
@@ -786,3 +944,15 @@ class Engine(TokenEngine):
         self.check_prompt(ids, room=0)
         self.check_adapter(adapter)
         yield from self.texts.logits(ids, adapter, self)
+
+
+def _grown(now: int, least: int, most: int) -> int:
+    """Pages to have memory for, where there have to be at least so many."""
+    return now if least <= now else min(most, max(least, now + now // 2))
+
+
+def _message_ends(ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
+    """Returns where the first message of a chat ends, which is mostly what others begin with, and
+    where the last but one ends, behind which a user may edit: messages end as answers do."""
+    ends = np.flatnonzero(np.isin(ids, stop_ids)) + 1
+    return [int(end) for end in (*ends[:1], *ends[-2:-1])]

@@ -24,7 +24,10 @@ class EngineOptions:
     context: the most positions of a sequence. max_batch: the most sequences at once; others wait.
     cache_positions: of the KV cache, for all sequences together; None: the context, and 1,024 for
     each further sequence. first_positions: that the cache has memory for before it grows; None:
-    8,192, and 1,024 for each further sequence. kv_dtype: "f16", "f32" or "q8". prefill_chunk: the
+    8,192, and 1,024 for each further sequence. state_places: the most states of layers that are
+    saved for other prompts to go on from, where layers have states; None: two for each sequence.
+    There is memory for so many at first. host_cache: bytes of host memory for pages and states that
+    the GPU has no room for. kv_dtype: "f16", "f32" or "q8". prefill_chunk: the
     most rows of a prefill step. invariant: an answer's logits and tokens are the same to the last
     bit whatever runs beside it, however its prompt is cut, and whether it is cached: all steps use
     the kernels of few rows, so that prefill and single answers are slower.
@@ -43,6 +46,8 @@ class EngineOptions:
     max_batch: int = 1
     cache_positions: int | None = None
     first_positions: int | None = None
+    state_places: int | None = None
+    host_cache: int = 0
     kv_dtype: str = "f16"
     prefill_chunk: int = 512
     fuse: bool = True
@@ -54,13 +59,17 @@ class EngineOptions:
     def __post_init__(self) -> None:
         """Raises RequestError for values of the wrong type, and for counts out of range."""
         names = ("context", "prefill_chunk", "ahead", "max_batch")
-        optional = ("cache_positions", "first_positions")
+        optional = ("cache_positions", "first_positions", "state_places")
         for name in (*names, *optional):
             value = getattr(self, name)
             if value is None and name in optional:
                 continue
             if type(value) is not int or value < 1:
                 raise RequestError(f"`{name}` must be a positive integer, not {shown(value)}.")
+        if type(self.host_cache) is not int or self.host_cache < 0:
+            raise RequestError(
+                f"`host_cache` must be a number of bytes, 0 or more, not {shown(self.host_cache)}."
+            )
         if self.max_batch > MAX_BATCH:
             raise RequestError(f"`max_batch` must be at most {MAX_BATCH}, not {self.max_batch}.")
         if self.cache_positions is not None and self.cache_positions < self.context:
@@ -85,6 +94,11 @@ class EngineOptions:
         if self.speculate == "off":
             return 0
         return min(MAX_BATCH, max(DRAFT_ROWS, 2 * self.max_batch))
+
+    @property
+    def most_state_places(self) -> int:
+        """The most states that are saved."""
+        return 2 * self.max_batch if self.state_places is None else self.state_places
 
     @property
     def first_pages(self) -> int:

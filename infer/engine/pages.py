@@ -16,7 +16,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Container, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from infer.engine.host_cache import Name
+from infer.engine.prefixes import common_length, page_name, root_name
+from infer.engine.snapshots import Snapshot, Snapshots
+from infer.engine.windows import WindowPages
 
 
 @dataclass(frozen=True)
@@ -24,8 +30,9 @@ class Match:
     """The beginning of a prompt that is cached, of `length` positions.
 
     pages: in order, all of whose positions match. partial: (page, positions), one more of which the
-    first positions match, to be copied. snapshot: the slot of the state after `length` positions.
-    cached: positions that match, were there a snapshot after them.
+    first positions match, to be copied. snapshot: the place of the state after `length` positions.
+    cached: positions that match, were there a snapshot after them. windows: of layers with a
+    window, the pages beside the last of `pages`, and window_partial: beside `partial`.
     """
 
     pages: tuple[int, ...] = ()
@@ -33,6 +40,8 @@ class Match:
     partial: tuple[int, int] | None = None
     snapshot: int | None = None
     cached: int = 0
+    windows: tuple[int, ...] = ()
+    window_partial: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,19 +69,35 @@ class PoolStats:
 class _Node:
     """A cached page: `tokens` are in its first positions, after those of the nodes above.
 
-    children: sorted by tokens; none are the beginning of another's. active: whether the page is
-    referenced, plus the children that are active. twins: other pages with the same tokens, all
-    referenced, which need no node. snapshots: slots of states by position in the page.
+    start: the position of the first of them. children: sorted by tokens; none are the beginning of
+    another's. active: whether the page is referenced, plus the children that are active. twins:
+    other pages with the same tokens, all referenced, which need no node. snapshots: of states, by
+    how many of the page's tokens they include. window: the page with these tokens of layers with a
+    window, if it is cached.
     """
 
     key: Hashable
     page: int
     parent: _Node | None
     tokens: tuple[int, ...]
+    start: int
     children: list[_Node] = field(default_factory=list)
     active: int = 0
     twins: set[int] = field(default_factory=set)
-    snapshots: dict[int, int] = field(default_factory=dict)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    window: int | None = None
+
+    @cached_property
+    def name(self) -> bytes:
+        """Stands for all tokens up to the end of this page, which is full."""
+        if self.parent is None:
+            return root_name(self.key)
+        path = [self]  # a long one is too deep for recursion
+        while (parent := path[-1].parent) is not None and "name" not in vars(parent):
+            path.append(parent)
+        while len(path) > 1:
+            path.pop().name  # noqa: B018
+        return page_name(self.parent.name, self.tokens)
 
     def closest(
         self, tokens: tuple[int, ...], avoid: Container[int] = ()
@@ -86,7 +111,7 @@ class _Node:
         length = 0
         for side in (range(at - 1, -1, -1), range(at, len(children))):
             child = next((children[i] for i in side if children[i].page not in avoid), None)
-            if child is not None and (n := _common(child.tokens, tokens)) > length:
+            if child is not None and (n := common_length(child.tokens, tokens)) > length:
                 best, length = child, n
         return best, length
 
@@ -103,22 +128,31 @@ def _tokens(node: _Node) -> tuple[int, ...]:
     return node.tokens
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first tokens are the same."""
-    length = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        length += 1
-    return length
+def _windows(match: Match) -> list[int]:
+    """All pages of layers with a window in a match."""
+    partial = match.window_partial
+    return [*match.windows, *([] if partial is None else [partial])]
 
 
 class PagePool:
-    """All pages of a cache, and as many snapshots of states for models whose layers have one."""
+    """All pages of a cache, and the snapshots of states for models whose layers have one."""
 
-    def __init__(self, pages: int, page_size: int, *, snapshots: int = 0) -> None:
-        """snapshots: 0 where no layer has a state, and any length can be gone on from."""
-        self.pages, self.page_size, self.snapshots = pages, page_size, snapshots
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        *,
+        snapshots: int = 0,
+        windows: WindowPages | None = None,
+    ) -> None:
+        """snapshots: places for them; 0 where no layer has a state, and any length can be gone on
+        from. windows: the pages of layers with a window, where these have their own; then without
+        snapshots."""
+        assert not (snapshots and windows)
+        self.pages, self.page_size = pages, page_size
+        self.snapshots = Snapshots(snapshots)
+        self._has_states = snapshots > 0
+        self.windows = windows
         self._count = Counter[int]()  # references
         self._free: list[int] = []  # those that were used before, and
         self._unused = 0  # all from here on
@@ -126,10 +160,10 @@ class PagePool:
         self._nodes: dict[int, _Node] = {}  # of pages that are cached, and of twins
         # Nodes that are not active, in the order in which they became so: children before parents.
         self._idle: OrderedDict[int, _Node] = OrderedDict()
-        self._free_snapshots = list(range(snapshots))[::-1]
-        # (node, position in its page) by slot, the least recently used first.
-        self._saved: OrderedDict[int, tuple[_Node, int]] = OrderedDict()
         self._hits = self._lookups = 0
+        # Pages and places of states that are given to others from now on, if that is to be told.
+        self.evicted: list[tuple[Name, int]] | None = None
+        self.unsaved = set[int]()  # places whose states have not been saved yet
 
     # Pages
 
@@ -149,8 +183,8 @@ class PagePool:
             self._hits,
             self._lookups,
             self.page_size,
-            len(self._saved),
-            self.snapshots,
+            len(self.snapshots),
+            self.snapshots.places,
         )
 
     @property
@@ -170,7 +204,11 @@ class PagePool:
         self._free += fresh[::-1]
         self._unused += len(fresh)
         while len(self._free) < count:
-            self._remove(next(iter(self._idle.values())))
+            node = next(iter(self._idle.values()))
+            if self.evicted is not None:
+                assert node.parent is not None  # a root has no page
+                self.evicted.append((Name(node.parent.name, node.tokens), node.page))
+            self._remove(node)
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._count[page] = 1
@@ -211,25 +249,48 @@ class PagePool:
         self._roots.clear()
         self._nodes.clear()
         self._idle.clear()
-        self._saved.clear()
-        self._free_snapshots = list(range(self.snapshots))[::-1]
+        self.snapshots.clear()
+        self.unsaved.clear()
+        if self.windows is not None:
+            self.windows.reset()
 
     # The tokens in pages
 
     def match(
-        self, tokens: Sequence[int], key: Hashable, limit: int, uncopied: Container[int] = ()
+        self,
+        tokens: Sequence[int],
+        key: Hashable,
+        limit: int,
+        uncopied: Container[int] = (),
+        uncopied_windows: Container[int] = (),
     ) -> Match:
-        """The longest beginning of tokens[:limit] that is cached and, if there are snapshots, has
-        one. key: what else the keys and values depend on. uncopied: pages that are not `partial`.
-        All its pages are retained."""
+        """The longest beginning of tokens[:limit] that is cached and, if layers have states, ends
+        at a snapshot. key: what else the keys and values depend on. uncopied: pages that are not
+        `partial`, and uncopied_windows: that are not `window_partial`. All its pages are
+        retained."""
         limit = min(limit, len(tokens))
-        found = self._match(tokens, key, limit, uncopied)
+        found = self._match(tokens, key, limit, uncopied, uncopied_windows)
         self._lookups += limit
         self._hits += found.length
+        if found.snapshot is not None:
+            self.snapshots.use(found.snapshot)
         self.retain(found.pages)
         if found.partial is not None:
             self.retain(found.partial[:1])
+        if self.windows is not None:
+            self.windows.retain(_windows(found))
         return found
+
+    def cached(self, tokens: Sequence[int], key: Hashable) -> int:
+        """Returns how much of a prompt is cached now. Nothing is retained, and nothing counted."""
+        return self._match(tokens, key, len(tokens) - 1, (), ()).length
+
+    def path(self, tokens: Sequence[int], key: Hashable) -> tuple[list[int], int]:
+        """Returns the whole pages of a prompt that are cached, each retained, and how many of all
+        positions are, without regard to snapshots."""
+        pages, length = self._path(tokens, key, len(tokens), ())[1:3]
+        self.retain(pages)
+        return pages, length
 
     def unmatch(self, match: Match, limit: int) -> None:
         """Release what a `match` up to `limit` has found, as if nobody had asked."""
@@ -238,15 +299,37 @@ class PagePool:
         if match.partial is not None:
             self.release(match.partial[:1])
         self.release(match.pages)
+        if self.windows is not None:
+            self.windows.release(_windows(match))
 
     def _match(
-        self, tokens: Sequence[int], key: Hashable, limit: int, uncopied: Container[int]
+        self,
+        tokens: Sequence[int],
+        key: Hashable,
+        limit: int,
+        uncopied: Container[int],
+        uncopied_windows: Container[int],
     ) -> Match:
+        path, pages, length, closest = self._path(tokens, key, limit, uncopied)
+        if self._has_states:
+            return self._match_snapshot(tokens, limit, path, pages, length)
+        partial = (closest.page, length % self.page_size) if closest is not None else None
+        found = Match(tuple(pages), length, partial, None, length)
+        if self.windows is None:
+            return found
+        nodes = [self._nodes[page] for page in (*pages, *([] if partial is None else partial[:1]))]
+        return self._within_windows(found, nodes, self.windows.window, uncopied_windows)
+
+    def _path(
+        self, tokens: Sequence[int], key: Hashable, limit: int, uncopied: Container[int]
+    ) -> tuple[set[_Node], list[int], int, _Node | None]:
+        """Returns the nodes of the whole pages that match, these pages, how many positions match,
+        and the node with the last of them, if its page is not whole or does not match wholly."""
         node, pages, length = self._roots.get(key), list[int](), 0
-        depths: dict[_Node, int] = {}  # positions before the children of a node
+        path = set[_Node]()
         closest, common = None, 0
         while node is not None:
-            depths[node] = length
+            path.add(node)
             rest = tuple(tokens[length : min(length + self.page_size, limit)])
             closest, common = node.closest(rest)
             if closest is None or common < self.page_size:
@@ -256,34 +339,53 @@ class PagePool:
             pages.append(closest.page)
             length += self.page_size
             node = closest
-        if self.snapshots:
-            return self._match_snapshot(tokens, limit, depths, pages, length + common)
-        partial = (closest.page, common) if closest is not None else None
-        return Match(tuple(pages), length + common, partial, None, length + common)
+        return path, pages, length + common, closest
+
+    def _within_windows(
+        self, found: Match, nodes: Sequence[_Node], window: int, uncopied: Container[int]
+    ) -> Match:
+        """Returns the longest part of a match before whose end a window is cached. nodes: those
+        of its pages, that of `partial` included. Such a part ends with the match, or with a page
+        before one that is not there."""
+        size, end, first = self.page_size, len(nodes), 0
+        while end:
+            length = min(found.length, end * size)
+            first = max(0, length - window) // size
+            own = range(end - 1, first - 1, -1)
+            lacking = next((i for i in own if nodes[i].window is None), None)
+            if lacking is None and length < end * size and nodes[-1].window in uncopied:
+                lacking = end - 1
+            if lacking is None:
+                break
+            end = lacking
+        whole = min(end, len(found.pages))
+        windows = tuple(node.window for node in nodes[first:whole] if node.window is not None)
+        length = min(found.length, end * size)
+        if end > whole:
+            return replace(found, windows=windows, window_partial=nodes[-1].window)
+        return Match(found.pages[:whole], length, None, None, found.cached, windows)
 
     def _match_snapshot(
         self,
         tokens: Sequence[int],
         limit: int,
-        depths: dict[_Node, int],
+        path: Container[_Node | None],
         pages: list[int],
         cached: int,
     ) -> Match:
-        """Returns the match that ends at the snapshot after most positions, of all below nodes that
-        match."""
+        """Returns the match that ends at the snapshot after most positions. path: the nodes that
+        match, all below which is looked at."""
         best = Match(cached=cached)
-        for slot, (node, offset) in self._saved.items():
-            assert node.parent is not None  # a root has no page
-            before = depths.get(node.parent)
-            if before is None or not best.length < before + offset <= limit:
+        for snapshot in self.snapshots:
+            node, offset, length = snapshot.page, snapshot.offset, snapshot.position
+            assert isinstance(node, _Node)
+            if node.parent not in path or not best.length < length <= limit:
                 continue
-            if tuple(tokens[before : before + offset]) == node.tokens[:offset]:
+            if tuple(tokens[node.start : length]) == node.tokens[:offset]:
                 whole = offset == self.page_size
-                kept = pages[: before // self.page_size + whole]
+                kept = pages[: node.start // self.page_size + whole]
                 partial = None if whole else (node.page, offset)
-                best = Match(tuple(kept), before + offset, partial, slot, cached)
-        if best.snapshot is not None:
-            self._saved.move_to_end(best.snapshot)
+                best = Match(tuple(kept), length, partial, snapshot.place, cached)
         return best
 
     def store(
@@ -292,14 +394,24 @@ class PagePool:
         key: Hashable,
         pages: Sequence[int],
         length: int | None = None,
+        windows: Sequence[int] = (),
+        first_window: int = 0,
     ) -> None:
         """The first `length` positions (all) of these pages hold these tokens, or will, once what
         is submitted has run. The pages are referenced. Pages that were stored before cost nothing;
-        what others hold already is not stored again."""
-        self._store(tokens, key, pages, len(tokens) if length is None else length)
+        what others hold already is not stored again. windows: the pages beside these of layers with
+        a window, referenced from number first_window on."""
+        length = len(tokens) if length is None else length
+        self._store(tokens, key, pages, length, windows, first_window)
 
     def _store(
-        self, tokens: Sequence[int], key: Hashable, pages: Sequence[int], length: int
+        self,
+        tokens: Sequence[int],
+        key: Hashable,
+        pages: Sequence[int],
+        length: int,
+        windows: Sequence[int] = (),
+        first_window: int = 0,
     ) -> _Node | None:
         """The node that has the last of these tokens."""
         size, count = self.page_size, self.pages_for(length)
@@ -313,12 +425,20 @@ class PagePool:
             if not self._count[page]:
                 raise ValueError(f"Page {page} is not referenced.")
         if parent is None and first < count:
-            parent = self._roots.setdefault(key, _Node(key, -1, None, ()))
+            parent = self._roots.setdefault(key, _Node(key, -1, None, (), -size))
         for i in range(first, count):
             assert parent is not None  # the one before
             held = tuple(tokens[i * size : min((i + 1) * size, length)])
             parent = self._put(parent, held, pages[i])
+            if first_window <= i < len(windows):
+                self._cache_window(parent, pages[i], windows[i])
         return parent
+
+    def _cache_window(self, node: _Node, page: int, window: int) -> None:
+        """A page of layers with a window holds the tokens of the node, or of a page that the node
+        covers."""
+        if self.windows is not None and node.window is None and self._nodes.get(page) is node:
+            self.windows.cache(window, node)
 
     def _put(self, parent: _Node, tokens: tuple[int, ...], page: int) -> _Node:
         """The node of a page with these tokens below that parent."""
@@ -334,15 +454,14 @@ class PagePool:
                 self._nodes[page] = closest
                 closest.twins.add(page)
             return closest
-        node = self._nodes[page] = _Node(parent.key, page, parent, tokens)
+        node = self._nodes[page] = _Node(
+            parent.key, page, parent, tokens, parent.start + self.page_size
+        )
         parent.attach(node)
         self._activate(node)
         if closest is not None and common == len(closest.tokens):
             # It holds no more than the beginning of this one.
-            for offset, slot in closest.snapshots.items():
-                node.snapshots[offset] = slot
-                self._saved[slot] = (node, offset)
-            closest.snapshots.clear()
+            self.snapshots.move(closest, node)
             self._remove(closest)
         return node
 
@@ -350,9 +469,11 @@ class PagePool:
         """Forget a page that has no children, which makes it free unless it is referenced."""
         assert node.parent is not None
         assert not node.children
-        for slot in node.snapshots.values():
-            del self._saved[slot]
-            self._free_snapshots.append(slot)
+        for snapshot in list(node.snapshots.values()):
+            self._tell(snapshot)
+            self.snapshots.forget(snapshot)
+        if self.windows is not None:
+            self.windows.forget(node)
         for page in (node.page, *node.twins):
             del self._nodes[page]
         parent = node.parent
@@ -364,6 +485,15 @@ class PagePool:
         self._idle.pop(node.page, None)
         if parent.parent is None and not parent.children:
             del self._roots[parent.key]
+
+    def _tell(self, snapshot: Snapshot) -> None:
+        """The place of a state is about to be another's."""
+        if self.evicted is not None and snapshot.place not in self.unsaved:
+            node = snapshot.page
+            assert isinstance(node, _Node)
+            assert node.parent is not None
+            tokens = node.tokens[: snapshot.offset]
+            self.evicted.append((Name(node.parent.name, tokens, is_state=True), snapshot.place))
 
     def _forget_twin(self, page: int, node: _Node) -> None:
         node.twins.remove(page)
@@ -391,20 +521,12 @@ class PagePool:
     def store_snapshot(
         self, tokens: Sequence[int], key: Hashable, pages: Sequence[int]
     ) -> int | None:
-        """`store`, and the slot in which to save the state after exactly these tokens. None if
-        there is one already, or no room for any."""
+        """`store`, and the place in which to save the state after exactly these tokens. None if it
+        is saved already, or if what else is saved is worth more."""
         node = self._store(tokens, key, pages, len(tokens))
-        if node is None or not self.snapshots:
+        if node is None or not self._has_states:
             return None
-        offset = (len(tokens) - 1) % self.page_size + 1
-        if offset in node.snapshots:
-            self._saved.move_to_end(node.snapshots[offset])
-            return None
-        if not self._free_snapshots:
-            slot, (old, at) = self._saved.popitem(last=False)
-            del old.snapshots[at]
-            self._free_snapshots.append(slot)
-        slot = self._free_snapshots.pop()
-        node.snapshots[offset] = slot
-        self._saved[slot] = (node, offset)
-        return slot
+        place = self.snapshots.save(node, (len(tokens) - 1) % self.page_size + 1, self._tell)
+        if place is not None:
+            self.unsaved.add(place)
+        return place

@@ -8,6 +8,7 @@ from infer.engine.answers import Answer
 from infer.engine.scheduler import slot_of
 from infer.engine.steps import Steps
 from infer.kernels.gpu.record import Recorded, StepQueue
+from infer.kernels.state.kv_cache import KVCache
 from infer.kernels.state.sampler import Sampler
 from infer.kernels.state.step import pack_stopped
 from infer.models.blocks.rope import rope_table
@@ -15,7 +16,8 @@ from infer.models.loading.config import RopeConfig
 
 
 class Resident:
-    """pages: those of each slot's sequence. table_length: of the rotary table that is there
+    """pages: those of each slot's sequence, and windows: those of layers with a window, where these
+    have their own. table_length: of the rotary table that is there
     (`rope.table_length`). unknown: slots whose next row the GPU does not know, so
     that the host has to write it (`set_next`)."""
 
@@ -27,6 +29,7 @@ class Resident:
     def forget(self) -> None:
         """Assume nothing about what the GPU has."""
         self.pages: list[list[int]] = [[] for _ in range(self._slots)]
+        self.windows: list[list[int]] = [[] for _ in range(self._slots)]
         self.unknown: set[int] = set()
         self._rows: tuple[int, ...] | None = None  # slots of the rows of the next step
 
@@ -50,14 +53,10 @@ class Resident:
             self._steps.device.write(self._steps.rope.table, table)
             self.table_length = length
 
-    def give_pages(self, slot: int, pages: Sequence[int]) -> None:
-        known = self.pages[slot]
-        same = 0
-        while same < min(len(known), len(pages)) and known[same] == pages[same]:
-            same += 1
-        if same < len(pages):
-            self._steps.cache.assign(slot, same, pages[same:])
-        self.pages[slot] = list(pages)
+    def give_pages(self, slot: int, pages: Sequence[int], windows: Sequence[int] = ()) -> None:
+        _assign(self._steps.cache, slot, self.pages, pages)
+        if self._steps.windows is not None:
+            _assign(self._steps.windows, slot, self.windows, windows)
 
     # Rows
 
@@ -103,3 +102,13 @@ class Resident:
             self._sampler.take_rows_of(slots)
             self._rows = slots
         return joins
+
+
+def _assign(cache: KVCache, slot: int, known: list[list[int]], pages: Sequence[int]) -> None:
+    """Write what differs from the known pages of a slot into the page table."""
+    before, same = known[slot], 0
+    while same < min(len(before), len(pages)) and before[same] == pages[same]:
+        same += 1
+    if same < len(pages):
+        cache.assign(slot, same, pages[same:])
+    known[slot] = list(pages)

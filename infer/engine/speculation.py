@@ -11,12 +11,16 @@ takes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 from statistics import median
-from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from infer.engine.constraint import Constraint
 from infer.kernels.state.step import NO_TOKEN
@@ -25,7 +29,8 @@ MAX_DRAFT = 7  # tokens: with the one before them as many rows as matmul_vec tak
 WAYS = ("off", "lookup", "draft", "mtp", "auto")
 
 _NGRAMS = 3, 2  # how many tokens before a place must agree; the longest first
-_INDEXED_AT_ONCE = 4096  # tokens: about 3 ms
+_FACTORS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9  # odd, of many bits
+_PLACE = (1 << 24) - 1  # the bits of a place: no context is longer
 _KEPT = 0.85  # what remains of the rate of right drafts when the next one is known
 _FIRST_RATE = 0.5  # the rate before anything is known
 _RUNS = 8  # rates are kept for so many lengths of a run of right tokens
@@ -38,15 +43,20 @@ _TIMES = 2, 5  # the median of the last 5 steps counts, as soon as there are 2
 _PLAIN_MEMORY, _MEMORY = 256, 4096  # steps after which times without, with drafts are forgotten
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """Proposes what may come next in one answer."""
 
+    def begin(self, prompt: Sequence[int]) -> None:  # noqa: B027
+        """Called while the prompt is computed, perhaps again with tokens of the answer behind it:
+        the time for what is slow. A drafter works without it."""
+
+    @abstractmethod
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
         """Up to `most` ids that may come next, or none. tokens: the prompt and the answer so far;
         from call to call they only grow."""
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Drafts what followed the last tokens where they occurred before, in prompt or answer (Saxena
     2023).
 
@@ -55,19 +65,31 @@ class PromptLookup:
     """
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, ...], int] = {}  # n-gram -> the latest place after it
-        self._indexed = 0  # places up to here are in it
+        self._of_prompt: dict[int, _Places] = {}  # by the length of n-grams
+        self._places: dict[tuple[int, ...], int] = {}  # n-gram -> the latest place behind those
+        self._indexed = 0  # places up to here are in one of the two
         self._place: int | None = None  # the one that is followed
         self._seen = 0  # tokens at the last call
 
+    def begin(self, prompt: Sequence[int]) -> None:
+        if not self._seen:
+            ids = np.fromiter(prompt, np.uint64, len(prompt))
+            self._of_prompt = {n: _Places(ids, n) for n in _NGRAMS if n < len(ids)}
+            self._seen, self._indexed = len(ids), len(ids) - 1
+
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+        self.begin(tokens)
         for token in tokens[self._seen :]:
             if self._place is None or tokens[self._place] != token:
                 self._place = None
                 break
             self._place += 1
         length = self._seen = len(tokens)
-        self._index(tokens)
+        for place in range(self._indexed + 1, length):  # not the end
+            for n in _NGRAMS:
+                if n <= place:
+                    self._places[tuple(tokens[place - n : place])] = place
+        self._indexed = length - 1
         if self._place is None:
             self._place = self._find(tokens)
         if self._place is None:
@@ -77,18 +99,39 @@ class PromptLookup:
             ids.append(ids[len(ids) - (length - self._place)])
         return ids
 
-    def _index(self, tokens: Sequence[int]) -> None:
-        """Index all places but the end, or only so many that no step has to wait for it."""
-        last = min(len(tokens) - 1, self._indexed + _INDEXED_AT_ONCE)
-        for place in range(self._indexed + 1, last + 1):
-            for n in _NGRAMS:
-                if n <= place:
-                    self._places[tuple(tokens[place - n : place])] = place
-        self._indexed = max(self._indexed, last)
-
     def _find(self, tokens: Sequence[int]) -> int | None:
-        found = (self._places.get(tuple(tokens[-n:])) for n in _NGRAMS if n <= len(tokens))
-        return next((place for place in found if place is not None), None)
+        for n in _NGRAMS:
+            place = self._places.get(tuple(tokens[-n:]))
+            if place is None and n in self._of_prompt:
+                place = self._of_prompt[n].find(tokens)
+            if place is not None:
+                return place
+        return None
+
+
+class _Places:
+    """The places after all n-grams of a prompt. It takes a twentieth of the time and of the memory
+    of a dictionary: with 100,000 tokens 2 ms and 0.8 MB."""
+
+    def __init__(self, ids: NDArray[np.uint64], n: int) -> None:
+        """ids: of the prompt, more than n."""
+        self._n, count = n, len(ids) - n
+        hashes = np.zeros(count, np.uint64)
+        for i, factor in enumerate(_FACTORS[:n]):
+            hashes += ids[i : i + count] * np.uint64(factor)
+        hashes &= np.uint64(~_PLACE & (1 << 64) - 1)
+        # Upper bits of the hash of each n-gram, then its place. A memoryview has ints of Python.
+        self._sorted = np.sort(hashes | np.arange(n, len(ids), dtype=np.uint64)).data
+
+    def find(self, tokens: Sequence[int]) -> int | None:
+        """The latest place after the n-gram at the end of these tokens, which begin with the
+        prompt; None if there is none."""
+        last = tokens[-self._n :]
+        hashed = sum(map(mul, last, _FACTORS)) & (1 << 64) - 1
+        at = bisect_right(self._sorted, hashed | _PLACE) - 1
+        place = self._sorted[max(0, at)] & _PLACE
+        # Two n-grams may have the same upper bits.
+        return place if tokens[place - self._n : place] == last else None
 
 
 class Held:
@@ -130,6 +173,11 @@ class Guess:
         self._tokens: Sequence[int] | None = None  # for which the constraint was not asked yet
         self._run = 0  # how many tokens in a row were guessed right
         self._rates = [_FIRST_RATE] * _RUNS
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Called while the prompt is computed: see `Drafter.begin`."""
+        if self._drafter is not None:
+            self._drafter.begin(prompt)
 
     def take(self, tokens: Sequence[int]) -> None:
         """Take in another token, or the prompt."""

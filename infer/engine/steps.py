@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
 from infer.engine.options import MAX_BATCH, EngineOptions
 from infer.engine.speculation import MAX_DRAFT
+from infer.engine.windows import window_pages
 from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.compile import lower
 from infer.kernels.compiler.graph import Graph, Value, stride
@@ -28,6 +29,7 @@ from infer.kernels.ops.rope import Rope
 from infer.kernels.state.hidden import HiddenStates
 from infer.kernels.state.kv_cache import PAGE, KVCache, LayerCache
 from infer.kernels.state.layer_state import Cache, LayerState
+from infer.kernels.state.saved_states import SavedStates, State
 from infer.kernels.state.step import MAX_PROMPTS, step_bytes
 from infer.models.blocks.decoder import Decoder, before_head
 from infer.models.blocks.mtp import Predictor
@@ -49,6 +51,9 @@ class Steps:
     """The steps of one model on one device, and what they share: the cache, the rotary tables, the
     step buffer, the logits and the activations. If adapters have names, each kind of step exists
     twice: without adapters, and by row, where each row has its own adapter or none.
+
+    cache: keys and values of layers; windows: of those with a window, where these have pages of
+    their own.
 
     rows: kinds of step of one sequence, and the most rows of each, the largest first. Each of them
     has a twin, prefixed HIDDEN, that gives the hidden states of all rows. SCORED has scored_rows.
@@ -82,34 +87,42 @@ class Steps:
         self._fuse, self._invariant = options.fuse, options.invariant
         fuse, invariant, max_batch = options.fuse, options.invariant, options.max_batch
         c = model.config
-        self.places = 2 * max_batch  # of saved states: before the end of a prompt, and at the end
         self.predicted: LayerCache | None = None  # the cache of the predictor's layer
         self.last_hidden: HiddenStates | None = None
         self.caches: list[Cache] = []  # of each layer
         self._owns_cache = follows is None
+        self.windows: KVCache | None = None  # of layers with a window, if they have their own pages
+        self.window_pages = 0  # of that, at most
         if follows is not None:
             assert follows.predicted is not None
             self.cache: KVCache = follows.cache
             self.rope: Rope = follows.rope
             self.caches.append(follows.predicted)
         else:
-            shapes = c.kv_shapes
-            if predictor is not None:
-                shapes = [*shapes, *predictor[0].config.kv_shapes]
-            self.cache = KVCache(
-                device,
-                shapes,
-                self.context,
-                sequences=max_batch,
-                dtype=options.kv_dtype,
-                n_pages=options.first_pages,
-                pages=pages,
+            shapes = list(zip(c.kv_shapes, c.kv_windows, strict=True))
+            own_pages = partial(
+                KVCache, device, sequences=max_batch, dtype=options.kv_dtype, pages=pages
             )
-            keys_and_values = iter(self.cache.layers)
+            # A draft model has the page table of its target for all layers.
+            self.window_pages = 0 if pages is not None else window_pages(c, options)
+            if self.window_pages:
+                narrow = [shape for shape, window in shapes if window]
+                shapes = [(shape, window) for shape, window in shapes if not window]
+                first = min(options.first_pages, self.window_pages)
+                self.windows = own_pages(narrow, self.context, n_pages=first)
+            wide = [shape for shape, _ in shapes]
+            if predictor is not None:
+                wide += predictor[0].config.kv_shapes
+            self.cache = own_pages(wide, self.context, n_pages=options.first_pages)
+            in_windows = iter(() if self.windows is None else self.windows.layers)
+            in_cache = iter(self.cache.layers)
+            keys_and_values = (
+                next(in_windows if window and self.windows else in_cache) for window in c.kv_windows
+            )
             for layer, (shape, source) in enumerate(zip(c.states, c.kv_sources, strict=True)):
                 if shape is not None:
                     drafts = MAX_DRAFT if draft_rows else 0
-                    own_state = LayerState.new(device, shape, layer, max_batch, self.places, drafts)
+                    own_state = LayerState.new(device, shape, layer, max_batch, drafts)
                     self.caches.append(own_state)
                 else:
                     own = source == layer
@@ -121,18 +134,23 @@ class Steps:
             (local if window else self.rope) if rotated else None
             for window, rotated in zip(c.windows, c.rope_layers, strict=True)
         ]
+        states: list[State] = [cache for cache in self.caches if isinstance(cache, LayerState)]
         self._ways = (False, True) if adapters.names else (False,)  # by row, or not
         self._traced = model.forward(weights, self.ropes, self.caches)
         self._also: tuple[Value, ...] = ()  # what steps do besides
         if predictor is not None:
             behind, own_weights = predictor
-            places = self.places if any(c.states) else 0
-            self.last_hidden = HiddenStates.new(device, c.hidden_size, max_batch, places)
+            self.last_hidden = HiddenStates.new(device, c.hidden_size, max_batch)
+            states += [self.last_hidden] if states else []
             self.predicted = replace(self.cache.layers[-1], first=1)
             of = own_weights, self.rope, self.predicted
             self._also = tuple(behind.of(self.last_hidden).beside(self._traced, weights, *of))
         elif isinstance(model, Predictor):
             self._also = tuple(model.also(self._traced))
+        self.saved: SavedStates | None = None
+        if states:
+            places = min(2 * max_batch, options.most_state_places)
+            self.saved = SavedStates(device, states, places)
         values = Graph(self._traced, self._also).values
         for changes in (adapters.always, adapters.by_row):
             _check_projections(values, weights, changes)
@@ -218,12 +236,16 @@ class Steps:
         self._uploaded.append((rope, made))
         return made
 
-    def grow(self, n_pages: int, length: int) -> None:
+    def grow(self, n_pages: int, length: int, window_pages: int = 0) -> None:
         """Have a cache of so many pages, and rotary tables for its positions. length: of the
-        sequences that the tables are for (`rope.table_length`). No plan may be in use: all are made
-        anew when they are next needed. Raises OutOfMemoryError."""
+        sequences that the tables are for (`rope.table_length`). window_pages: those of layers with
+        a window, if they have their own. No plan may be in use: all are made anew when they are
+        next needed. Raises OutOfMemoryError."""
+        self._plans.clear()  # if some layers alone can grow, too
         if self._owns_cache:
             first = self.positions
+            if self.windows is not None:
+                self.windows.grow(window_pages)
             self.cache.grow(n_pages)
             positions = self.positions
             for rope, made in self._uploaded if positions > first else ():
@@ -231,7 +253,6 @@ class Steps:
                 self.device.grow(made.table, table_bytes(rope, positions), [(0, 0, before)])
                 rest = rope_table(rope, positions, length, first)
                 self.device.write(made.table, rest, before)
-        self._plans.clear()
 
     @cached_property
     def hidden(self) -> Buffer:

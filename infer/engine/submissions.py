@@ -36,11 +36,11 @@ class Wanted(NamedTuple):
 
 @dataclass(eq=False)
 class InFlight:
-    """A submitted step that has not been read. since: when it was submitted. prefilled: the rows of
-    a step of prompts, and the position at which they start, on average over the rows. sequences: of
-    a decode step. drafts: in a step with drafts, the drafted token of each row, None for a row
-    whose token was known, NO_TOKEN if only the GPU knows it. kind: the kind under which its time is
-    measured (`Speculation.measured`)."""
+    """A submitted step that has not been read. since: when it was submitted. prefilled: how many
+    rows of prompts, and the position of the first. sequences: of a decode step. drafts: in a step
+    with drafts, the drafted token of each row, None for a row whose token was known, NO_TOKEN if
+    only the GPU knows it. kind: the kind under which its time is measured
+    (`Speculation.measured`)."""
 
     submission: Any
     staging: Staging

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.engine.constraint import Constraint
+from infer.engine.host_cache import HostCacheStats
 from infer.engine.pages import PoolStats
 from infer.foreign import shown
 from infer.kernels.errors import InferError, RequestError
@@ -54,7 +55,7 @@ class EngineStats:
     """memory: of the device. cache: the pages of the KV cache. running, waiting: answers.
     preemptions: how often an answer had to give its pages back. drafts: how often something was
     drafted for an answer. drafted: tokens in all. accepted: those that were right. kv_dtype: of
-    the cache."""
+    the cache. host_cache: what is in host memory, if anything may be."""
 
     memory: MemoryStats
     cache: PoolStats
@@ -65,6 +66,7 @@ class EngineStats:
     drafted: int = 0
     accepted: int = 0
     kv_dtype: str = ""
+    host_cache: HostCacheStats | None = None
 
     def continuing(self, ended: EngineStats) -> EngineStats:
         """With the counts of an engine that has ended, which this one goes on for, added."""
@@ -75,7 +77,10 @@ class EngineStats:
         )
         counts = ("preemptions", "drafts", "drafted", "accepted")
         sums = {name: getattr(self, name) + getattr(ended, name) for name in counts}
-        return replace(self, cache=cache, **sums)
+        host = self.host_cache
+        if host is not None and ended.host_cache is not None:
+            host = replace(host, restored=host.restored + ended.host_cache.restored)
+        return replace(self, cache=cache, host_cache=host, **sums)
 
 
 class TokenAnswer(Iterator[Step]):
@@ -239,6 +244,24 @@ class TokenEngine(ABC):
         self, ids: Sequence[int], adapter: str | None = None
     ) -> Generator[NDArray[np.float32], None, None]:
         """The logits of every position, in chunks [rows, vocab_size]."""
+
+    @abstractmethod
+    def save_cache(
+        self,
+        path: str,
+        ids: Sequence[int],
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Generator[int, None, None]:
+        """Computes what is not cached of a prompt, saves it in a file, and yields how many
+        positions that are. Raises RequestError."""
+
+    @abstractmethod
+    def load_cache(
+        self, path: str, adapter: str | None = None, cache_salt: str | None = None
+    ) -> Generator[int, None, None]:
+        """Lets prompts go on from the one of a file, and yields how many positions that are. Raises
+        RequestError."""
 
     @abstractmethod
     def stats(self) -> EngineStats: ...

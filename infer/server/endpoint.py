@@ -48,12 +48,6 @@ class Call(Generic[RequestT]):
         own: str | None = getattr(self.request, "cache_salt", None)
         return key if own is None else f"{key}/{own}"
 
-    @property
-    def priority(self) -> int:
-        """The request's own, which not all APIs have: see `LLM.stream`."""
-        own: int = getattr(self.request, "priority", 0)
-        return own
-
     async def read(self, work: Callable[[], T]) -> T:
         """work(), whose time grows with the request: of a large one in a thread."""
         return await in_thread(work) if self.body.is_large else work()

@@ -16,7 +16,6 @@ from infer.aio import AsyncStream
 from infer.engine.token_engine import EngineStats
 from infer.kernels.errors import DeviceError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo
-from infer.keywords import AnswerOptions
 from infer.llm import LLM, Prompt
 from infer.models.loading.plan import Summary
 from infer.results import Chunk, Result, TokenLogprob
@@ -218,8 +217,8 @@ class LLMClient:
         priority: int = 0,
     ) -> Answer:
         chat: ToolOptions = {} if tools is None else {"tools": [], **tools}
-        own: AnswerOptions = {"adapter": adapter, "cache_salt": cache_salt, "priority": priority}
-        begin = partial(self._llm.astream, params=params, **own)
+        own = partial(self._llm.astream, params=params, adapter=adapter)
+        begin = partial(own, cache_salt=cache_salt, priority=priority)
         has_grammar = params.constrained or bool(chat.get("tools"))
         if len(ids) <= _SHORT and not (has_grammar or params.bad_words):
             return _Answer(self, begin(ids, **chat))

@@ -174,9 +174,9 @@ async def _open(call: Call[Any], job: Job, adapter: str | None) -> list[Answer]:
         if job.params.schema is not None and check_tools(**(job.tools or {})).required:
             call.warnings.append("tool_choice asks for a call, which no schema of answers holds.")
             params = replace(job.params, schema=None)
-        of_call = call.cache_salt, call.priority
+        salt, priority = call.cache_salt, getattr(call.request, "priority", 0)
         return [
-            await engine.open(ids, own["params"], adapter, job.tools, *of_call)  # type: ignore[arg-type]
+            await engine.open(ids, own["params"], adapter, job.tools, salt, priority)  # type: ignore[arg-type]
             for ids, own in samples(prompts, job.n, {"params": params})
         ]
     except InferError as error:

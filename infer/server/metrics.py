@@ -71,6 +71,13 @@ def _usage(stats: EngineStats) -> float:
 
 
 _Value = Callable[[EngineStats], float]
+
+
+def _host(name: str) -> _Value:
+    """A value of the cache in host memory, 0 where there is none."""
+    return lambda stats: 0 if stats.host_cache is None else getattr(stats.host_cache, name)
+
+
 _GAUGES: dict[str, tuple[str, _Value]] = {
     "num_requests_running": ("Answers that are generated.", lambda s: s.running),
     "num_requests_waiting": ("Answers that wait for their turn.", lambda s: s.waiting),
@@ -78,11 +85,14 @@ _GAUGES: dict[str, tuple[str, _Value]] = {
     "kv_cache_usage_perc": ("The part of the KV cache that is in use, from 0 to 1.", _usage),
     "state_places": ("Places for states of layers that are kept.", lambda s: s.cache.state_places),
     "state_places_used": ("States of layers that are kept.", lambda s: s.cache.states),
+    "host_cache_bytes": ("Host memory for the cache that is in use.", _host("nbytes")),
+    "host_cache_capacity_bytes": ("Host memory for the cache, at most.", _host("capacity")),
 }
 _COUNTERS: dict[str, tuple[str, _Value]] = {
     "num_preemptions": ("Answers that had to wait again.", lambda s: s.preemptions),
     "prefix_cache_queries": ("Tokens looked up in the cache.", lambda s: s.cache.lookups),
     "prefix_cache_hits": ("Tokens found in the cache.", lambda s: s.cache.hits),
+    "host_cache_hits": ("Tokens that came back from host memory.", _host("restored")),
     "spec_decode_num_drafts": ("Drafts that were verified.", lambda s: s.drafts),
     "spec_decode_num_draft_tokens": ("Tokens drafted.", lambda s: s.drafted),
     "spec_decode_num_accepted_tokens": ("Drafted tokens that were right.", lambda s: s.accepted),

@@ -103,10 +103,6 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     disable_fallback: bool = False
 
 
-# vLLM's: lower ones go first.
-Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-
-
 class GenerationRequest(Request, kw_only=True):
     """The parameters that chat and text completions share. Those that are None are left to the
     model. OpenAI has none from min_tokens to ignore_eos but stop, nor bad_words, allowed_token_ids,
@@ -148,7 +144,7 @@ class GenerationRequest(Request, kw_only=True):
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
-    priority: Priority = 0
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
 
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:

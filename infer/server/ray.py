@@ -73,6 +73,7 @@ class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     kv_dtype: str = "f16"
     max_batch: int = 8
     cache_memory: int | None = None
+    host_cache: int | None = None
     invariant: bool = False
     speculate: str | None = None
     draft: str | None = None
@@ -261,7 +262,7 @@ def _prompt(request: PendingRequest | None) -> tuple[Sequence[int], tuple[Any, .
     """Ids, and what else keys and values depend on, of a call of `Replica.answer`."""
     if request is None or request.metadata.call_method != "answer":
         return None
-    ids, _, adapter, _, salt, _ = request.args
+    ids, _, adapter, _, salt = request.args
     return ids, (adapter, salt)
 
 

@@ -18,7 +18,7 @@ from infer.server.chat import logprobs_of, reasoning_args
 from infer.server.endpoint import Call
 from infer.server.errors import ApiError
 from infer.server.generation import Answers, Job, unbilled
-from infer.server.protocol import Priority, Request, params_of
+from infer.server.protocol import Request, params_of
 from infer.server.protocol import TokenLogprob as WrittenLogprob
 from infer.server.wire import EVENT_STREAM, KEEPALIVE, event
 from infer.text.chat import not_text
@@ -117,7 +117,7 @@ class ResponsesRequest(Request, kw_only=True):
     previous_response_id: str | None = None
     conversation: Any = None
     include: list[str] = field(default_factory=list)
-    priority: Priority = 0
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0  # of vLLM, not of OpenAI
 
 
 def read(call: Call[ResponsesRequest]) -> Job:

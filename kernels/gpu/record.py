@@ -37,6 +37,14 @@ class Copy(NamedTuple):
     nbytes: int
 
 
+class Piece(NamedTuple):
+    """A piece of a buffer: nbytes from an offset on."""
+
+    buffer: Buffer
+    offset: int
+    nbytes: int
+
+
 class Part(NamedTuple):
     """A recording that comes before another, for so many rows and so long a cache."""
 

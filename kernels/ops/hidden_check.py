@@ -72,7 +72,7 @@ def _check_batch(batch: Sequence[StepRow], kept: Array, x: Array | None) -> None
 def _states(bench: Bench, kept: Array) -> HiddenStates:
     sequences, _, width = kept.shape
     rows = to_rows(kept.reshape(-1, width), sequences * RECENT)
-    return HiddenStates(width, bench.device.upload(rows), None)
+    return HiddenStates(width, bench.device.upload(rows))
 
 
 def cases() -> Iterator[Case]:

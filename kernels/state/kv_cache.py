@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.kernels.gpu.device import Buffer, Device
-from infer.kernels.gpu.record import Copy
+from infer.kernels.gpu.record import Copy, Piece
 
 KV_DTYPES = ("f16", "f32", "q8")
 PAGE = 64  # positions; a multiple of every attention tile
@@ -195,13 +195,20 @@ class KVCache:
         """The copies after which the first positions of one page are those of another, too. They go
         through a buffer, as none may be copied into itself."""
         found = []
+        for own, new in zip(self.pieces(page), self.pieces(to), strict=True):
+            nbytes = own.nbytes // PAGE * positions
+            found.append(Copy((own.buffer, own.offset), (self._page, 0), nbytes))
+            found.append(Copy((self._page, 0), (new.buffer, new.offset), nbytes))
+        return found
+
+    def pieces(self, page: int) -> list[Piece]:
+        """Returns where all of a page lies."""
+        found = []
         for layer in self.layers:
             for buffer in dict.fromkeys((layer.keys, layer.values)):
                 start = 0
                 for size in layer.slot_bytes:
-                    own, new = (start + n * PAGE * size for n in (page, to))
-                    found.append(Copy((buffer, own), (self._page, 0), positions * size))
-                    found.append(Copy((self._page, 0), (buffer, new), positions * size))
+                    found.append(Piece(buffer, start + page * PAGE * size, PAGE * size))
                     start += layer.slots * size
         return found
 

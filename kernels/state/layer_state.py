@@ -4,7 +4,8 @@ sequence: the last inputs of a convolution, and a matrix for each head.
 A step's rows are consecutive positions of one sequence or, in a batch, the next position of each.
 Kernels go on from a sequence's state, or from zeros if the first row is at position 0, and leave
 the state after the last row, unless the rows have stopped. So nothing has to be cleared to begin
-anew. But a state cannot forget positions: it can only go back to where it was saved.
+anew. But a state cannot forget positions: it can only go back to where it was saved
+(`saved_states`).
 
 With drafts a step may have several rows of each sequence, and leaves the state after the first of
 them. The inputs of the other rows are kept. Those of tokens that were right enter the state in the
@@ -15,11 +16,10 @@ does the same).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infer.kernels.gpu.device import Buffer, Device
-from infer.kernels.gpu.record import Copy
+from infer.kernels.gpu.record import Piece
 from infer.kernels.state.kv_cache import LayerCache
 
 
@@ -56,18 +56,16 @@ NOTHING = StateShape(channels=0, taps=1)  # of a layer that is an MLP alone
 
 @dataclass(frozen=True, eq=False)
 class LayerState:
-    """The states of one layer, for each of some sequences, and saved copies, each in a place of its
-    own.
+    """The states of one layer, for each of some sequences.
 
     buffers: the last taps - 1 inputs of the convolution [sequence][taps - 1][channels], the oldest
-    first, and, if there are heads, their matrices [sequence][head][key_dim][value_dim]. saved: the
-    same, by places. recent: the inputs of recent rows, [sequence][recent_rows][value], a row at its
-    position modulo recent_rows; none if nothing is drafted.
+    first, and, if there are heads, their matrices [sequence][head][key_dim][value_dim]. recent: the
+    inputs of recent rows, [sequence][recent_rows][value], a row at its position modulo recent_rows;
+    none if nothing is drafted.
     """
 
     shape: StateShape
     buffers: tuple[Buffer, ...]
-    saved: tuple[Buffer, ...]
     recent: tuple[Buffer, ...]
     recent_rows: int
 
@@ -78,13 +76,11 @@ class LayerState:
         shape: StateShape,
         layer: int,
         sequences: int = 1,
-        places: int = 1,
         drafts: int = 0,
     ) -> LayerState:
-        """places: for copies. drafts: the most tokens drafted for a sequence at once. Raises
-        OutOfMemoryError."""
+        """drafts: the most tokens drafted for a sequence at once. Raises OutOfMemoryError."""
         recent_rows = 2 * (1 + drafts) if drafts else 0  # those before, and those of a step
-        buffers, saved, recent = (
+        buffers, recent = (
             tuple(
                 device.buffer(count * nbytes, label=f"{kind} of layer {layer}")
                 for nbytes in sizes
@@ -92,11 +88,15 @@ class LayerState:
             )
             for kind, count, sizes in (
                 ("state", sequences, shape.sizes),
-                ("saved state", places, shape.sizes),
                 ("recent rows", sequences * recent_rows, shape.row_sizes),
             )
         )
-        return cls(shape, buffers, saved, recent, recent_rows)
+        return cls(shape, buffers, recent, recent_rows)
+
+    def pieces(self, sequence: int) -> list[Piece]:
+        """Returns where the state of a sequence lies."""
+        own = zip(self.buffers, self.shape.sizes, strict=True)
+        return [Piece(buffer, sequence * nbytes, nbytes) for buffer, nbytes in own]
 
     @property
     def inputs(self) -> Buffer:
@@ -110,13 +110,3 @@ class LayerState:
 
 
 Cache = LayerCache | LayerState
-
-
-def copies(states: Sequence[LayerState], sequence: int, place: int, *, back: bool) -> list[Copy]:
-    """The copies that save all states of a sequence in a place, or bring them back."""
-    found = []
-    for state in states:
-        for own, saved, nbytes in zip(state.buffers, state.saved, state.shape.sizes, strict=True):
-            ends = (own, sequence * nbytes), (saved, place * nbytes)
-            found.append(Copy(*(ends[::-1] if back else ends), nbytes))
-    return found

@@ -154,6 +154,16 @@ class DecoderConfig:
         own = [i for i, (source, state) in enumerate(layers) if source == i and state is None]
         return [self.kv_shape(layer) for layer in own]
 
+    @property
+    def kv_windows(self) -> list[int]:
+        """For each of `kv_shapes`, the most positions that a layer sees which attends to it; 0:
+        all."""
+        seen: dict[int, list[int]] = {}
+        for layer, (source, state) in enumerate(zip(self.kv_sources, self.states, strict=True)):
+            if state is None:
+                seen.setdefault(source, []).append(self.windows[layer])
+        return [max(seen[source]) if all(seen[source]) else 0 for source in sorted(seen)]
+
     @classmethod
     def _of_parts(cls, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """The fields of each part, taken from among `own`."""

@@ -1,0 +1,354 @@
+"""Moves pages of the KV cache and states of layers between the GPU and host memory.
+
+What the pool gives to others is copied to host memory first: the copies are submitted before the
+step that writes there, and read once a later step is done. A prompt that goes on from what is here
+has its pages brought back before it begins: they are cached on the GPU then as they were before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from infer.engine.cache_file import CachedPrompt
+from infer.engine.host_cache import Bytes, Found, HostCache, Name
+from infer.engine.pages import PagePool
+from infer.engine.steps import Steps
+from infer.engine.submissions import Submissions
+from infer.kernels.errors import OutOfMemoryError
+from infer.kernels.gpu.device import Buffer
+from infer.kernels.gpu.record import EMPTY, Copy, Piece
+
+_BATCH = 32 << 20  # bytes that are moved at once
+_WAITING = 8  # batches on their way to the host, at most
+_LEAST_ROWS = 64  # fewer are computed
+
+
+@dataclass(frozen=True)
+class _Outgoing:
+    """A batch on its way to the host. step: how many steps were submitted before."""
+
+    names: list[tuple[Name, int]]
+    staging: Buffer
+    nbytes: int
+    submission: Any
+    step: int
+
+
+@dataclass(eq=False)
+class Restore:
+    """What is brought back for a prompt. pages: its whole pages so far, retained. names: of the
+    pages to come. state: after `length` positions."""
+
+    tokens: Sequence[int]
+    key: Hashable
+    length: int
+    pages: list[int]
+    names: deque[Name]
+    state: Name | None
+
+
+class HostTier:
+    """One engine's."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        pool: PagePool,
+        submissions: Submissions,
+        cache: HostCache,
+        seconds_of: Callable[[int, int], float],
+        taken: Callable[[Sequence[int]], bool],
+    ) -> None:
+        """seconds_of: how long so many rows of a prompt take to be computed, from a position on; 0
+        where nobody knows. taken: called with pages that are about to be written; returns whether
+        they have memory."""
+        self._steps, self._pool, self.cache = steps, pool, cache
+        self._submissions = submissions
+        self._device, self._seconds_of, self._taken = steps.device, seconds_of, taken
+        self._outgoing = deque[_Outgoing]()
+        self._bytes_in = 0
+        self._seconds_in = 0.0  # that these took to come back
+        self.forget()
+
+    def forget(self) -> None:
+        """Assume nothing about what the GPU has, nor about what is on its way from there."""
+        self._pool.evicted = [] if self.cache.capacity else None
+        for batch in self._outgoing:
+            self._device.destroy([batch.staging])
+        self._outgoing.clear()
+
+    # To the host
+
+    def take_out(self) -> None:
+        """Submit the copies of what the pool has given to others since the last call."""
+        evicted = self._pool.evicted
+        if not evicted:
+            return
+        self._pool.evicted = []
+        batch, nbytes = list[tuple[Name, int]](), 0
+        for name, at in evicted:
+            batch.append((name, at))
+            nbytes += self._size(name)
+            if nbytes >= _BATCH:
+                self._send_out(batch, nbytes)
+                batch, nbytes = [], 0
+        if batch:
+            self._send_out(batch, nbytes)
+
+    def _send_out(self, batch: list[tuple[Name, int]], nbytes: int) -> None:
+        if len(self._outgoing) >= _WAITING:
+            self._collect(self._outgoing.popleft())
+        staging, at, copies = self._device.acquire(nbytes, "read"), 0, list[Copy]()
+        for name, number in batch:
+            for piece in self._pieces(name, number):
+                copies.append(Copy((piece.buffer, piece.offset), (staging, at), piece.nbytes))
+                at += piece.nbytes
+        try:
+            submission = self._submissions.queue.submit(EMPTY, 0, 0, copies)
+        except BaseException:  # an interrupt
+            self._device.release(staging)
+            raise
+        self._outgoing.append(
+            _Outgoing(batch, staging, nbytes, submission, self._submissions.count)
+        )
+
+    def collect(self) -> None:
+        """Take in what has come: all that was submitted before a step that is done."""
+        done = self._submissions.count - len(self._submissions.in_flight)
+        while self._outgoing and self._outgoing[0].step < done:
+            self._collect(self._outgoing.popleft())
+
+    def _collect(self, batch: _Outgoing) -> None:
+        words = self._submissions.queue.read(batch.staging, batch.nbytes, batch.submission)
+        data, at = words.view(np.uint8), 0
+        for name, _ in batch.names:
+            size = self._size(name)
+            self.cache.put(name, data[at : at + size].copy())
+            at += size
+        self._device.release(batch.staging)
+
+    # Back
+
+    def plan(self, tokens: Sequence[int], key: Hashable) -> Restore | None:
+        """What is to be brought back for a prompt; None if nothing is, or if it would be computed
+        as fast. Its last token is computed in any case."""
+        if not self.cache.nbytes and not self._outgoing:
+            return None
+        while self._outgoing:
+            self._collect(self._outgoing.popleft())
+        has_states = self._steps.saved is not None
+        own, size = tokens[: len(tokens) - 1], self._pool.page_size
+        pages, cached = self._pool.path(own, key)
+        found = self.cache.find(own, key, cached, size, has_states)
+        known = self._pool.cached(tokens, key)
+        if self._pays(found, known):
+            names = deque(found.pages)
+            whole = pages[: found.length // size] if not names else pages
+            self._pool.release(pages[len(whole) :])
+            return Restore(own, key, found.length, whole, names, found.state)
+        self._pool.release(pages)
+        return None
+
+    def _pays(self, found: Found, known: int) -> bool:
+        rows = found.length - known
+        if rows < _LEAST_ROWS:
+            return False
+        names = [*found.pages, *([] if found.state is None else [found.state])]
+        nbytes = sum(map(self._size, names))
+        pace = self._seconds_in / self._bytes_in if self._bytes_in else 0.0
+        seconds = self._seconds_of(rows, known)
+        return not seconds or nbytes * pace < seconds
+
+    def bring(self, restore: Restore) -> bool:
+        """Bring a batch back. Returns whether all is there; then its pages are cached, and no
+        longer retained."""
+        begun, nbytes = time.perf_counter(), 0
+        pool, size = self._pool, self._pool.page_size
+        batch, pages = list[tuple[Name, int, Bytes]](), restore.pages
+        while restore.names and nbytes < _BATCH:
+            name = restore.names[0]
+            data = self.cache.get(name)
+            page = None if data is None else pool.allocate(1)
+            if page is not None and not self._taken(page):
+                pool.release(page)
+                page = None
+            if data is None or page is None:  # it went meanwhile, or there is no room
+                restore.names.clear()
+                restore.state = None
+                restore.length = len(pages) * size
+                break
+            restore.names.popleft()
+            pages += page
+            batch.append((name, page[0], data))
+            nbytes += data.nbytes
+        held = min(restore.length, len(pages) * size)
+        pool.store(restore.tokens, restore.key, pages, held)
+        is_done = not restore.names
+        if is_done and restore.state is not None:
+            batch += self._with_state(restore)
+        self.take_out()
+        self._send_in(batch)
+        self.cache.restored += sum(len(name.tokens) for name, *_ in batch if not name.is_state)
+        self._bytes_in += sum(data.nbytes for *_, data in batch)
+        self._seconds_in += time.perf_counter() - begun
+        if is_done:
+            pool.release(pages)
+        return is_done
+
+    def _with_state(self, restore: Restore) -> list[tuple[Name, int, Bytes]]:
+        """The state and its place, if it is still here and finds one."""
+        name, saved = restore.state, self._steps.saved
+        assert name is not None
+        assert saved is not None
+        data = self.cache.get(name)
+        if data is None:
+            return []
+        own = restore.tokens[: restore.length]
+        place = self._pool.store_snapshot(own, restore.key, restore.pages)
+        if place is None:
+            return []
+        return [(name, place, data)] if self._has_place(place) else []
+
+    def _send_in(self, batch: Sequence[tuple[Name, int, Bytes]]) -> None:
+        if not batch:
+            return
+        nbytes = sum(data.nbytes for *_, data in batch)
+        staging, at, copies = self._device.acquire(nbytes), 0, list[Copy]()
+        self._device.write(staging, np.concatenate([data for *_, data in batch]))
+        for name, number, _ in batch:
+            for piece in self._pieces(name, number):
+                copies.append(Copy((staging, at), (piece.buffer, piece.offset), piece.nbytes))
+                at += piece.nbytes
+        try:
+            self._submissions.queue.submit(EMPTY, 0, 0, copies)
+        finally:
+            self._device.release(staging)
+
+    def drop(self, restore: Restore) -> None:
+        """Nobody waits for it any more."""
+        self._pool.release(restore.pages)
+
+    # Prompts as files have them
+
+    def copy_out(self, tokens: Sequence[int], key: Hashable) -> CachedPrompt:
+        """Returns what is cached of a prompt; where layers have states, up to the last one before
+        its last token, which another prompt may not have."""
+        pool, limit = self._pool, len(tokens) - (self._steps.saved is not None)
+        match = pool.match(tokens, key, limit)
+        try:
+            partial = [] if match.partial is None else [match.partial[0]]
+            windows = [*match.windows]
+            windows += [] if match.window_partial is None else [match.window_partial]
+            cache, of_windows, saved = self._steps.cache, self._steps.windows, self._steps.saved
+            state = np.zeros(0, np.uint8)
+            if match.snapshot is not None:
+                assert saved is not None
+                state = self._read(saved.pieces(match.snapshot))
+            kept = list[Bytes]()
+            if windows:
+                assert of_windows is not None
+                kept = [self._read(of_windows.pieces(page)) for page in windows]
+            pages = [self._read(cache.pieces(page)) for page in (*match.pages, *partial)]
+        finally:
+            pool.unmatch(match, limit)
+        return CachedPrompt(
+            np.array(tokens[: match.length], np.uint32), _rows(pages), _rows(kept), state
+        )
+
+    def takes(self, prompt: CachedPrompt) -> bool:
+        """Whether a prompt has the sizes that prompts have here."""
+        steps, count = self._steps, self._pool.pages_for(len(prompt.tokens))
+        pages = count, sum(piece.nbytes for piece in steps.cache.pieces(0))
+        windows = 0 if steps.windows is None else sum(p.nbytes for p in steps.windows.pieces(0))
+        state = 0 if steps.saved is None else steps.saved.nbytes
+        return (
+            count > 0
+            and prompt.pages.shape == pages
+            and len(prompt.windows) <= count
+            and prompt.windows.shape[1:] in ((windows,), (0,))
+            and bool(windows) == bool(len(prompt.windows))
+            and prompt.state.shape == (state,)
+        )
+
+    def copy_in(self, prompt: CachedPrompt, key: Hashable) -> bool:
+        """Let prompts go on from this one. Returns whether there is room."""
+        pool, tokens = self._pool, prompt.tokens.tolist()
+        pages, windows = pool.allocate(len(prompt.pages)), list[int]()
+        if pages is None:
+            return False
+        if pool.windows is not None:
+            windows = pool.windows.allocate(len(prompt.windows))
+        try:
+            if not self._taken(pages):
+                return False
+            self.take_out()
+            for page, data in zip(pages, prompt.pages, strict=True):
+                self._write(self._steps.cache.pieces(page), data)
+            for page, data in zip(windows, prompt.windows, strict=True):
+                assert self._steps.windows is not None
+                self._write(self._steps.windows.pieces(page), data)
+            pool.store(tokens, key, pages, None, windows, len(pages) - len(windows))
+            if len(prompt.state):
+                place = pool.store_snapshot(tokens, key, pages)
+                saved = self._steps.saved
+                assert saved is not None
+                if place is not None and self._has_place(place):
+                    self._write(saved.pieces(place), prompt.state)
+        finally:
+            pool.release(pages)
+            if pool.windows is not None:
+                pool.windows.release(windows)
+        return True
+
+    def _has_place(self, place: int) -> bool:
+        """Whether there is memory for this place; if not, there are no more places from now on."""
+        saved = self._steps.saved
+        assert saved is not None
+        try:
+            saved.reserve(place + 1)
+        except OutOfMemoryError:
+            self._pool.snapshots.shrink(saved.places)
+            return False
+        return True
+
+    def _read(self, pieces: Sequence[Piece]) -> Bytes:
+        """The bytes of pieces, after all submitted work."""
+        nbytes, at, copies = sum(piece.nbytes for piece in pieces), 0, list[Copy]()
+        staging = self._device.acquire(nbytes, "read")
+        for piece in pieces:
+            copies.append(Copy((piece.buffer, piece.offset), (staging, at), piece.nbytes))
+            at += piece.nbytes
+        try:
+            submission = self._submissions.queue.submit(EMPTY, 0, 0, copies)
+            return self._submissions.queue.read(staging, nbytes, submission).view(np.uint8)
+        finally:
+            self._device.release(staging)
+
+    def _write(self, pieces: Sequence[Piece], data: Bytes) -> None:
+        at = 0
+        for piece in pieces:
+            self._device.write(piece.buffer, data[at : at + piece.nbytes], piece.offset)
+            at += piece.nbytes
+
+    # Both
+
+    def _pieces(self, name: Name, number: int) -> Sequence[Piece]:
+        """Where a page, or the place of a state, lies on the GPU."""
+        if not name.is_state:
+            return self._steps.cache.pieces(number)
+        assert self._steps.saved is not None
+        return self._steps.saved.pieces(number)
+
+    def _size(self, name: Name) -> int:
+        return sum(piece.nbytes for piece in self._pieces(name, 0))
+
+
+def _rows(each: Sequence[Bytes]) -> Bytes:
+    """One row for each."""
+    return np.stack(each) if each else np.zeros((0, 0), np.uint8)

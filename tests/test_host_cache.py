@@ -1,0 +1,226 @@
+"""Host memory keeps what the GPU had no room for, and prompts go on from it as if nothing had
+happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conversations import BEARABLE, Agents, agents_of
+
+import infer
+from infer.engine import host_tier, scheduler, snapshots
+from infer.engine.host_cache import Found, HostCache, Name
+from infer.engine.options import EngineOptions
+from infer.engine.prefixes import common_length, page_names
+from infer.kernels.errors import RequestError
+from infer.kernels.gpu.device import Device
+from infer.kernels.state.kv_cache import PAGE
+from infer.sampling import SamplingParams
+
+SIZE = 4
+ROOM = {"context": 640, "cache_positions": 11 * PAGE, "host_cache": 1 << 30}
+CASES = ["lfm2", "llama", *(pytest.param(c, marks=pytest.mark.full) for c in ("qwen3_next",))]
+
+
+def data(value: int, nbytes: int = 100) -> Any:
+    return np.full(nbytes, value, np.uint8)
+
+
+def kept(cache: HostCache, tokens: list[int], key: Any = None) -> list[Name]:
+    """The names of pages with these tokens, which are put there."""
+    names = page_names(tokens, key, SIZE)
+    starts = range(0, len(tokens), SIZE)
+    found = [Name(names[i // SIZE], tuple(tokens[i : i + SIZE])) for i in starts]
+    for i, name in enumerate(found):
+        cache.put(name, data(i))
+    return found
+
+
+def test_how_much_is_common() -> None:
+    a = list(range(300))
+    for n in (0, 1, 15, 16, 17, 31, 32, 33, 100, 299, 300):
+        for more in (0, 1, 50):
+            b = [*a[:n], *[-1] * more]
+            assert common_length(a, b) == common_length(b, a) == n
+            assert common_length(tuple(a), tuple(b)) == n
+
+
+def test_the_longest_beginning_is_found() -> None:
+    cache = HostCache(10_000)
+    tokens = list(range(10))
+    names = kept(cache, tokens)
+    for length in range(11):
+        asked = [*tokens[:length], *[99] * (11 - length)]
+        pages = -(-length // SIZE)
+        assert cache.find(asked, None, 0, SIZE, False) == Found(length, tuple(names[:pages]))
+    assert cache.find(tokens, None, 6, SIZE, False) == Found(10, tuple(names[1:]))
+    assert cache.find(tokens, None, 10, SIZE, False) == Found(10, ())
+    assert cache.find(tokens, "another", 0, SIZE, False) == Found(0, ())
+    assert cache.find([9, *tokens], None, 0, SIZE, False) == Found(0, ())
+
+
+def test_with_states_it_ends_at_one() -> None:
+    cache = HostCache(10_000)
+    tokens = list(range(14))
+    names, before = kept(cache, tokens), page_names(tokens, None, SIZE)
+    states = {n: Name(before[n // SIZE], tuple(tokens[n - n % SIZE : n]), True) for n in (3, 6, 13)}
+    for state in states.values():
+        cache.put(state, data(7))
+    assert cache.find(tokens, None, 0, SIZE, True) == Found(13, tuple(names), states[13])
+    assert cache.find(tokens[:12], None, 0, SIZE, True) == Found(6, tuple(names[:2]), states[6])
+    assert cache.find(tokens[:12], None, 9, SIZE, True) == Found(6, (), states[6])
+    assert cache.find(tokens[:5], None, 0, SIZE, True) == Found(3, tuple(names[:1]), states[3])
+    assert cache.find([*tokens[:2], 99], None, 0, SIZE, True) == Found(0, ())
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    cache = HostCache(300)
+    names = kept(cache, list(range(12)))
+    assert cache.get(names[0]) is not None
+    kept(cache, [50, 51])
+    assert [cache.get(name) is not None for name in names] == [True, False, True]
+    cache.put(Name(b"", (1,)), data(0, 301))  # larger than all
+    assert (cache.nbytes, cache.stats.pages) == (300, 3)
+    cache.clear()
+    assert (cache.nbytes, cache.stats.pages) == (0, 0)
+    assert cache.find(list(range(12)), None, 0, SIZE, False).length == 0
+
+
+@pytest.fixture(autouse=True)
+def small_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "GAP", 32)
+    monkeypatch.setattr(snapshots, "_BEARABLE_ROWS", BEARABLE)
+    monkeypatch.setattr(scheduler, "LARGEST_GAP", BEARABLE)
+    monkeypatch.setattr(host_tier, "_BATCH", 1)  # a page at a time
+    monkeypatch.setattr(host_tier.HostTier, "_pays", pays)
+
+
+def pays(self: Any, found: Found, known: int) -> bool:
+    """Whatever it takes: software is no measure."""
+    return found.length - known >= 8
+
+
+def restored(agents: Agents) -> int:
+    assert agents.engine.tier is not None
+    return agents.engine.tier.cache.restored
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", "q8"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_evicted_comes_back(
+    case: str, kv_dtype: str, device: Device, tmp_path: Path
+) -> None:
+    for agents in agents_of(case, device, tmp_path, 2, kv_dtype=kv_dtype, **ROOM):
+        one, two = [agents.text(400)], [agents.text(380)]
+        for _ in range(3):
+            for messages in (one, two):
+                messages += [agents.text(30)]
+                messages += [agents.ask(*messages)]
+        assert restored(agents) > 1000
+        stats = agents.engine.stats().host_cache
+        assert stats is not None
+        assert 0 < stats.nbytes < stats.capacity
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_salt_has_its_own(case: str, device: Device, tmp_path: Path) -> None:
+    for agents in agents_of(case, device, tmp_path, 1, **ROOM):
+        prompt = agents.text(400)
+        params = SamplingParams(max_tokens=1).resolved({})
+        for salt, cached in (("a", False), ("b", False), ("a", True), ("b", True), (None, False)):
+            answer = agents.engine.generate(prompt, params, cache_salt=salt)
+            assert len(list(answer)) == 1
+            assert (answer.timings.reused_tokens > 300) == cached
+        agents.ask(prompt)
+
+
+def test_a_request_may_end_while_its_pages_come_back(device: Device, tmp_path: Path) -> None:
+    for agents in agents_of("llama", device, tmp_path, 2, **ROOM):
+        engine = agents.engine
+        prompt, other = agents.text(400), agents.text(500)
+        agents.ask(prompt)
+        agents.ask(other)
+        answer = engine.generate(prompt, SamplingParams(max_tokens=1).resolved({}))
+        engine.wait(iter([False, True]).__next__)
+        assert len(engine._restoring) == 1
+        answer.close()
+        engine.settle()
+        assert not engine._restoring
+        assert engine.pool.stats.in_use == 0
+        assert not engine._answers
+        agents.ask(prompt)
+
+
+def test_an_interrupt_loses_no_answer(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for agents in agents_of("lfm2", device, tmp_path, 2, **ROOM):
+        engine = agents.engine
+        assert engine.tier is not None
+        prompt = agents.text(400)
+        agents.ask(prompt)
+        agents.ask(agents.text(500))
+        answer = engine.generate(prompt, SamplingParams(max_tokens=4).resolved({}))
+        for _ in range(2):
+            engine.wait(iter([False, True]).__next__)
+        assert len(engine._restoring) == 1
+
+        def interrupted(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.queue, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(answer)
+        found = [step.token for step in answer]
+        agents.other.forget()
+        params = SamplingParams(max_tokens=4).resolved({})
+        assert found == [step.token for step in agents.other.generate(prompt, params)]
+        agents.ask(prompt)
+
+
+def test_no_memory_for_pages_means_that_they_are_computed(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for agents in agents_of("llama", device, tmp_path, 1, first_positions=PAGE, **ROOM):
+        engine = agents.engine
+        prompt = agents.text(400)
+        agents.ask(prompt)
+        agents.ask(agents.text(500))
+        assert engine.tier is not None
+        monkeypatch.setattr(engine.tier, "_taken", lambda pages: False)
+        agents.ask_at_once([[prompt]])
+        assert agents.computed > 150
+        assert restored(agents) == 0
+        assert engine.pool.stats.in_use == 0
+
+
+def test_a_model_is_loaded_with_it() -> None:
+    with infer.load("demo", context=64, max_batch=1, host_cache="16MiB") as llm:
+        stats = llm.stats().host_cache
+    assert stats is not None
+    assert stats.capacity == 16 << 20
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "1"])
+def test_a_wrong_size_is_refused(value: Any) -> None:
+    with pytest.raises(RequestError, match="host_cache must be a number of bytes"):
+        EngineOptions(64, host_cache=value)
+
+
+def test_what_pays(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for agents in agents_of("llama", device, tmp_path, 1, **ROOM):
+        tier = agents.engine.tier
+        assert tier is not None
+        names = (Name(b"", (1,)),) * 4
+        assert not tier._pays(Found(63, names), 0)  # a few rows are computed
+        assert tier._pays(Found(256, names), 0)  # nobody knows
+        tier._bytes_in, tier._seconds_in = 4 * tier._size(names[0]), 1.0
+        monkeypatch.setattr(tier, "_seconds_of", lambda rows, at: rows / 256)
+        assert tier._pays(Found(257, names), 0)
+        assert not tier._pays(Found(256, names), 1)
+        agents.ask(agents.text(20))
