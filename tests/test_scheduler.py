@@ -709,6 +709,32 @@ def test_a_short_prompt_goes_before_the_rest_of_a_long_one() -> None:
     assert ended == [urgent, late, long, last]
 
 
+def test_rows_of_a_step_depend_on_where_each_prompt_starts() -> None:
+    """Also on where one begins that is cached, on a prompt before it that finds no room, and on one
+    that is short, though it has more rows than the long one's steps."""
+
+    def rows(position: int) -> int:
+        return 16 if position < 20 else 4
+
+    def taken(plan: Scheduler, count: int) -> list[tuple[int, int, int]]:
+        steps = [plan.next(rows) for _ in range(count)]
+        found = [c for step in steps if isinstance(step, tuple) for c in step]
+        return [(c.sequence.tokens[0], c.start, c.count) for c in found]
+
+    plan = packing(Sequence([1] * 60, limit=1), most=1)
+    assert taken(plan, 3) == [(1, 0, 16), (1, 16, 16), (1, 32, 4)]
+    plan.add(Sequence([3] * 15, limit=1))
+    assert taken(plan, 2) == [(3, 0, 15), (1, 36, 4)]
+    while plan.has_prompts:
+        plan.next(rows)
+    plan.add(Sequence([1] * 40 + [2] * 9, limit=1))
+    assert taken(plan, 2) == [(1, 40, 4), (1, 44, 4)]
+    plan = packing([1] * 60, pages=20, most=1)
+    assert taken(plan, 2) == [(1, 0, 16), (1, 16, 16)]
+    plan.add(Sequence([2] * 60, limit=1, priority=-1))
+    assert taken(plan, 2) == [(1, 32, 4), (1, 36, 4)]
+
+
 def test_a_long_prompt_is_not_passed_for_ever() -> None:
     world = World(200, chunk=4, slots=8)
     long = world.add(Sequence([1] * 20, limit=1))
