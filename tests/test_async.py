@@ -31,7 +31,8 @@ def is_idle(llm: LLM) -> bool:
     """Whether nothing is left of answers that have ended, once the engine has made a step."""
     llm.generate("One", max_tokens=1)
     engine = llm.engine
-    return not (engine.pool.stats.in_use or engine._answers or engine.scheduler.next(1))
+    step = engine.scheduler.next(lambda position: 1)
+    return not (engine.pool.stats.in_use or engine._answers or step)
 
 
 async def text_of(llm: LLM, prompt: str) -> str:

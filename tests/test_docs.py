@@ -91,8 +91,12 @@ def no_kept_model() -> Iterator[None]:
 @pytest.mark.usefixtures("no_kept_model", "same_kernels")
 @pytest.mark.parametrize("code", examples("python", *GUIDES))
 def test_an_example_runs_and_prints_what_it_says(
-    code: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    code: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # an example may write files
     stream = LLM.stream
 
     def briefly(self: LLM, *given: Any, **own: Any) -> Any:

@@ -203,6 +203,24 @@ def test_what_servers_of_others_did_in_old_turns_is_left_out() -> None:
     ]
 
 
+def test_the_priority_of_a_request_reaches_the_engine() -> None:
+    """In APIs whose requests have one in vLLM; it is 0 in others, and without it."""
+    engine = FakeEngine()
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {"messages": MESSAGES}),
+        (COMPLETIONS, {"prompt": "a", "n": 2}),
+        (RESPONSES, {"input": "a"}),
+    ]
+    with serving(fake_service(engine)) as address:
+        for path, body in bodies:
+            for own in ({"priority": -3}, {"priority": None}, {}):
+                assert ask(address, path, body | own)[0].status == 200
+        assert ask(address, MESSAGES_PATH, {**ANTHROPIC, "messages": MESSAGES})[0].status == 200
+        response, data = ask(address, RESPONSES, {"input": "a", "priority": "1"})
+        assert (response.status, json.loads(data)["error"]["param"]) == (400, "priority")
+    assert engine.priorities == [-3, 0, 0, -3, -3, 0, 0, 0, 0, -3, 0, 0, 0]
+
+
 def test_what_is_null_is_absent(address: str) -> None:
     """At every depth, but in schemas."""
     function = {"name": "f", "description": None, "parameters": None, "strict": None}

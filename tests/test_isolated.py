@@ -125,6 +125,22 @@ def test_eight_answers_go_on_when_the_process_is_killed(here: LLM, there: LLM) -
     assert streams[0].result.timings.decoded_tokens == 7
 
 
+@pytest.mark.parametrize("isolated", [False, True], ids=["here", "there"])
+def test_a_lower_priority_goes_first(isolated: bool, request: pytest.FixtureRequest) -> None:
+    """Of two answers that wait for a slot, the first to be asked for waits until the other had
+    one."""
+    llm: LLM = request.getfixturevalue("there" if isolated else "here")
+    limits = [10, 30, 50, 70]
+    running = [llm.stream(STORY, max_tokens=n, ignore_eos=True) for n in limits]
+    waiting = [llm.stream(STORY, max_tokens=1, priority=n) for n in (0, -1)]
+    assert len(running) == llm.slots
+    for stream in (*running, *waiting):
+        stream._begin()
+    together([*running, *waiting])
+    late, early = (stream.result.timings.queue_seconds for stream in waiting)
+    assert 0 < early < late
+
+
 TOOL = {
     "type": "function",
     "function": {
@@ -284,6 +300,18 @@ def test_that_at_which_it_dies_twice_is_given_up(
             with pytest.raises(InferError, match="ended twice at this answer"):
                 waits.result(60)
         assert llm.generate(STORY, max_tokens=4).completion_tokens == 4
+
+
+@pytest.mark.full
+def test_answers_that_had_to_wait_are_not_blamed_for_its_death() -> None:
+    with infer.load(DEMO, isolate=True, max_batch=1) as llm:
+        os.kill(engine(llm).pid, signal.SIGSTOP)
+        streams = [llm.stream(STORY, max_tokens=4, priority=priority) for priority in (0, -1, 1)]
+        for stream in streams:
+            stream._begin()
+        answers = [*engine(llm)._answers.values()]
+        kill(llm)
+        assert [answer.deaths for answer in answers] == [0, 1, 0]
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_a_step_of_several_prompts_fills_a_kind() -> None:
         pace.measured(rows, seconds)
     rows = (0, 10, 20, 33, 60, 64, 70, 90, 110, 140, 250, 256, 300, 1000)
     found = [pace.filled(256, n) for n in rows]
-    assert found == [256, 256, 256, 256, 256, 256, 64, 64, 256, 128, 256, 256, 256, 256]
+    assert found == [256, 256, 256, 32, 256, 256, 64, 64, 256, 128, 256, 256, 256, 256]
     assert Pace(32, [512]).filled(512, 10) == 512
 
 
@@ -135,10 +136,13 @@ def test_pauses_beside_a_long_prompt(step: float, row: float, position: float) -
     for length in lengths:
         pauses = prefill(pace, step, row, position, length, draw)
         tile = step + TILE_ROWS * (row + position * length)
-        assert sorted(pauses)[len(pauses) // 2] <= 1.1 * max(PAUSE_SECONDS, tile)
-        # What was learnt at other positions is not forgotten, nor wrong by much.
+        most = 1.1 if length > 512 else 1.3  # of one or two steps
+        assert sorted(pauses)[len(pauses) // 2] <= most * max(PAUSE_SECONDS, tile)
+        # What was learnt at other positions is not forgotten, nor wrong by much. One step in a
+        # hundred is to show what attention of more rows takes.
         if length > 512:
-            assert max(pauses) <= 1.6 * max(PAUSE_SECONDS, tile)
+            assert sorted(pauses)[len(pauses) * 98 // 100] <= 1.3 * max(PAUSE_SECONDS, tile)
+            assert max(pauses) <= 2.2 * max(PAUSE_SECONDS, tile)
 
 
 def test_the_beginning_of_a_prompt_is_as_fast_as_before() -> None:
@@ -148,6 +152,179 @@ def test_the_beginning_of_a_prompt_is_as_fast_as_before() -> None:
     for length in (20_000, 100_000, 100, 100_000, 100):
         prefill(pace, 0.004, 0.00008, 4e-9, length, draw)
         found.append(pace.rows_beside(0))
-    assert min(found) > 0.6 * max(found)
-    assert pace.position_seconds == pytest.approx(4e-9, rel=0.2)
+    assert min(found) >= 0.6 * max(found)
+    assert pace.attention_seconds == pytest.approx(4e-9, rel=0.2)
     assert pace.seconds(512, 50_000) == pytest.approx(0.004 + 512 * (0.00008 + 0.0002), rel=0.15)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU whose steps take so many seconds, and for each row, and each row and position before
+    it, as if there were as many rows at least as fill it. There are whole tiles of rows."""
+
+    step: float
+    row: float
+    attention: float
+    fills: int = TILE_ROWS
+
+    def seconds(self, rows: int, position: int) -> float:
+        tiles = -(-rows // TILE_ROWS) * TILE_ROWS
+        attending = self.attention * max(tiles, self.fills)
+        return self.step + self.row * tiles + position * attending
+
+    def fixed(self, position: int) -> float:
+        """The seconds that a step takes at a position, however few rows it has."""
+        idle = self.fills if self.fills > TILE_ROWS else 0
+        return self.step + self.attention * idle * position
+
+    def at_zero(self, pace: Pace, draw: random.Random, steps: int = 300) -> None:
+        """Measure steps of short prompts."""
+        for _ in range(steps):
+            rows = draw.choice([64, 128, 192, 448, 512])
+            pace.measured(rows, self.seconds(rows, 0) * draw.uniform(0.9, 1.1))
+
+    def climb(self, pace: Pace, draw: random.Random, start: int = 0) -> list[tuple[int, int]]:
+        """Prefill a prompt beside answers, from one position to the end. Returns the position and
+        rows of each step."""
+        steps, position = [], start
+        while position < 131_072:
+            rows = min(pace.rows_beside(position), CHUNK)
+            steps.append((position, rows))
+            seconds = self.seconds(rows, position)
+            pace.measured(rows, seconds * draw.uniform(0.9, 1.1), position)
+            position += rows
+        return steps
+
+    def check(self, steps: list[tuple[int, int]]) -> None:
+        """Check that no step is longer than it may be but for what nobody can know, the scatter of
+        the times; and that few are shorter than they need be. One in a hundred may be twice as
+        long: it is to show what attention of more rows takes."""
+        small = long = 0
+        for position, rows in steps:
+            least = self.seconds(TILE_ROWS, position)
+            pause = max(PAUSE_SECONDS, 1.5 * self.fixed(position))
+            assert self.seconds(rows, position) < 2 * max(pause, least)
+            long += rows > TILE_ROWS and self.seconds(rows, position) > 1.15 * pause
+            more = self.seconds(rows + 2 * TILE_ROWS, position)
+            small += rows < CHUNK and more < 0.9 * PAUSE_SECONDS
+        assert long <= len(steps) / 100 + 1
+        assert small < len(steps) / 20 + 5
+
+
+MACHINES = [
+    pytest.param(Machine(0.003, 2.1e-4, 8.4e-9), id="a large model"),
+    pytest.param(Machine(0.001, 3e-5, 3.8e-9), id="a small model"),
+    pytest.param(Machine(0.001, 1e-5, 2e-9), id="a very small model"),
+    pytest.param(Machine(0.003, 7.2e-5, 2.4e-9, 256), id="attention of few rows takes as long"),
+    pytest.param(Machine(0.001, 1.5e-5, 5e-10, 512), id="attention of all chunks takes as long"),
+    pytest.param(Machine(0.003, 1e-4, 0.0), id="layers with a state alone"),
+    pytest.param(Machine(0.010, 3e-3, 1.5e-7), id="a software adapter"),
+]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("short", [0, 300])
+def test_steps_beside_answers_are_short_at_every_position(machine: Machine, short: int) -> None:
+    """Whatever was measured before: nothing, or short prompts alone."""
+    pace, draw = Pace(32), random.Random(0)
+    machine.at_zero(pace, draw, short)
+    steps = machine.climb(pace, draw)
+    machine.check(steps)
+    rows = [rows for _, rows in steps]
+    if machine.attention and machine.fills == TILE_ROWS:
+        assert rows[-1] <= max(max(rows) / 3, TILE_ROWS)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_one_step_far_on_says_what_attention_takes(machine: Machine) -> None:
+    """The rest of a prompt most of which is cached, and then short prompts for a long time."""
+    pace, draw = Pace(32), random.Random(0)
+    machine.at_zero(pace, draw)
+    machine.check(machine.climb(pace, draw, start=100_000)[1:])
+    machine.at_zero(pace, draw, 2000)
+    machine.check(machine.climb(pace, draw, start=100_000)[1:])
+    machine.check(machine.climb(pace, draw))
+
+
+def test_steps_are_not_small_where_that_saves_little() -> None:
+    """Far on, where attention of few rows takes as long as that of many."""
+    machine, pace, draw = Machine(0.003, 7.2e-5, 2.4e-9, 256), Pace(32), random.Random(0)
+    machine.at_zero(pace, draw)
+    steps = machine.climb(pace, draw)
+    seconds = sum(machine.seconds(rows, position) for position, rows in steps)
+    least = sum(machine.seconds(TILE_ROWS, i) for i in range(0, 131_072, TILE_ROWS))
+    assert seconds < 0.6 * least
+
+
+def test_steps_beside_answers_fill_a_kind_at_every_position() -> None:
+    kinds = (16, 32, 64, 128, 256, 512)
+    machine, pace, draw = Machine(0.001, 3e-5, 3.8e-9), Pace(32, kinds), random.Random(0)
+    machine.at_zero(pace, draw)
+    steps = machine.climb(pace, draw)
+    assert {rows for _, rows in steps} == {64, 128, 256, 512}
+    for position, rows in steps:
+        assert rows == 128 or machine.seconds(rows, position) < 1.15 * PAUSE_SECONDS
+
+
+def test_a_prompt_that_was_alone_until_an_answer_came() -> None:
+    """All its steps had the most rows."""
+    for fills in (TILE_ROWS, 256):
+        machine, pace, draw = Machine(0.003, 7.2e-5, 2.4e-9, fills), Pace(32), random.Random(0)
+        for position in range(0, 60_000, CHUNK):
+            seconds = machine.seconds(CHUNK, position) * draw.uniform(0.9, 1.1)
+            pace.measured(CHUNK, seconds, position)
+        machine.check(machine.climb(pace, draw, start=60_000)[1:])
+
+
+@pytest.mark.parametrize("factor", [0.4, 3.0])
+def test_a_gpu_that_gets_faster_or_slower(factor: float) -> None:
+    """After some steps at position 0, and two far on."""
+    pace, draw = Pace(32), random.Random(0)
+    before = Machine(0.001, 3e-5, 3.8e-9)
+    before.climb(pace, draw)
+    after = Machine(before.step * factor, before.row * factor, before.attention * factor)
+    after.at_zero(pace, draw, 30)
+    assert pace.seconds(256, 0) == pytest.approx(after.seconds(256, 0), rel=0.1)
+    after.check(after.climb(pace, draw, start=50_000)[2:])
+
+
+def test_a_step_that_took_long_for_another_reason_says_little() -> None:
+    pace, draw, machine = Pace(32), random.Random(0), Machine(0.003, 2.1e-4, 8.4e-9)
+    machine.climb(pace, draw)
+    machine.at_zero(pace, draw)
+    before = [pace.seconds(rows, position) for rows, position in ((64, 0), (512, 0), (64, 99_999))]
+    pace.measured(128, 3.0)
+    after = [pace.seconds(rows, position) for rows, position in ((64, 0), (512, 0), (64, 99_999))]
+    assert after == pytest.approx(before, rel=0.15)
+
+
+def test_first_steps_that_were_slow_are_forgotten() -> None:
+    pace, draw, machine = Pace(32), random.Random(0), Machine(0.003, 1e-4, 4e-9)
+    for _ in range(3):
+        pace.measured(FIRST_ROWS, 2.0)
+    machine.at_zero(pace, draw, 60)
+    assert pace.seconds(256, 0) == pytest.approx(machine.seconds(256, 0), rel=0.15)
+    machine.check(machine.climb(pace, draw))
+
+
+def test_steps_of_one_size_at_position_0_say_nothing_wrong() -> None:
+    """They may be of any cost of rows and of a step; all that is known is their sum."""
+    pace = Pace(32)
+    for _ in range(100):
+        pace.measured(256, 0.04)
+    assert pace.seconds(256, 0) == pytest.approx(0.04, rel=0.01)
+    assert pace.position_seconds == pace.attention_seconds == 0.0
+    assert pace.rows_beside(0) == 256
+    assert pace.step_seconds >= 0
+    assert pace.row_seconds > 0
+
+
+def test_submissions_are_short_at_every_position() -> None:
+    machine, pace, draw = Machine(0.01, 1e-3, 1e-7), Pace(32), random.Random(0)
+    machine.at_zero(pace, draw)
+    machine.climb(pace, draw)
+    for position in (0, 30_000, 131_072):
+        rows = min(pace.rows(position), CHUNK)
+        pieces = pace.submissions(rows, position)
+        assert machine.seconds(rows, position) / pieces < 1.1 * SUBMISSION_SECONDS
+    assert pace.rows(0) > pace.rows(131_072) > TILE_ROWS

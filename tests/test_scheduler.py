@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +43,11 @@ def chain(key: Hashable, tokens: Ids[int]) -> list[int]:
         value = after(value, token)
         values.append(value)
     return values
+
+
+def most(rows: int) -> Callable[[int], int]:
+    """Returns the rows that a step may have, wherever they start."""
+    return lambda position: rows
 
 
 def chosen(value: int) -> int:
@@ -266,7 +271,7 @@ class World:
         ready = {s.group for s in scheduler.running if self.is_ready(s)}
         holders, prefilling = self.holders(), bool(scheduler.prefilling)
         preemptions = scheduler.preemptions
-        step = scheduler.next(most_rows)
+        step = scheduler.next(most(most_rows))
         self.save()
         if step is None:
             return False
@@ -543,7 +548,7 @@ def test_window_pages_of_a_chunk_are_given_up_in_the_next_step() -> None:
     for i in range(8):
         plan.add(Sequence([i] * 62, limit=40))
     while plan.has_prompts:
-        assert plan.next(64) is not None
+        assert plan.next(most(64)) is not None
     assert len(windows._count) == 7 * 3 + 16
 
 
@@ -704,6 +709,32 @@ def test_a_short_prompt_goes_before_the_rest_of_a_long_one() -> None:
     assert ended == [urgent, late, long, last]
 
 
+def test_rows_of_a_step_depend_on_where_each_prompt_starts() -> None:
+    """Also on where one begins that is cached, on a prompt before it that finds no room, and on one
+    that is short, though it has more rows than the long one's steps."""
+
+    def rows(position: int) -> int:
+        return 16 if position < 20 else 4
+
+    def taken(plan: Scheduler, count: int) -> list[tuple[int, int, int]]:
+        steps = [plan.next(rows) for _ in range(count)]
+        found = [c for step in steps if isinstance(step, tuple) for c in step]
+        return [(c.sequence.tokens[0], c.start, c.count) for c in found]
+
+    plan = packing(Sequence([1] * 60, limit=1), most=1)
+    assert taken(plan, 3) == [(1, 0, 16), (1, 16, 16), (1, 32, 4)]
+    plan.add(Sequence([3] * 15, limit=1))
+    assert taken(plan, 2) == [(3, 0, 15), (1, 36, 4)]
+    while plan.has_prompts:
+        plan.next(rows)
+    plan.add(Sequence([1] * 40 + [2] * 9, limit=1))
+    assert taken(plan, 2) == [(1, 40, 4), (1, 44, 4)]
+    plan = packing([1] * 60, pages=20, most=1)
+    assert taken(plan, 2) == [(1, 0, 16), (1, 16, 16)]
+    plan.add(Sequence([2] * 60, limit=1, priority=-1))
+    assert taken(plan, 2) == [(1, 32, 4), (1, 36, 4)]
+
+
 def test_a_long_prompt_is_not_passed_for_ever() -> None:
     world = World(200, chunk=4, slots=8)
     long = world.add(Sequence([1] * 20, limit=1))
@@ -791,7 +822,7 @@ def test_decode_steps_and_chunks_take_turns() -> None:
 def chunks(plan: Scheduler, most_rows: int = 100) -> list[tuple[int, int, int]]:
     """Returns, for the next step, which is of prefill, the first token of each sequence and the
     begin and end of its rows."""
-    step = plan.next(most_rows)
+    step = plan.next(most(most_rows))
     assert isinstance(step, tuple)
     return [(c.sequence.tokens[0], c.start, c.start + c.count) for c in step]
 
@@ -808,9 +839,9 @@ def test_prompts_fill_a_step() -> None:
     """In their order; the last of them may go on in the next."""
     plan = packing([1] * 5, [2] * 20, [3], [4] * 2, [5] * 3, [6] * 30)
     assert chunks(plan) == [(1, 0, 5), (2, 0, 11)]
-    assert isinstance(plan.next(100), Decode)
+    assert isinstance(plan.next(most(100)), Decode)
     assert chunks(plan, 12) == [(2, 11, 20), (3, 0, 1), (4, 0, 2)]
-    assert isinstance(plan.next(100), Decode)
+    assert isinstance(plan.next(most(100)), Decode)
     assert chunks(plan) == [(5, 0, 3), (6, 0, 13)]
 
 
@@ -827,7 +858,7 @@ def test_rows_that_may_share_a_step_are_counted() -> None:
 def test_no_more_prompts_than_may_share_a_step() -> None:
     plan = packing(*([i] for i in range(6)))
     assert chunks(plan) == [(i, 0, 1) for i in range(4)]
-    assert isinstance(plan.next(100), Decode)
+    assert isinstance(plan.next(most(100)), Decode)
     assert chunks(plan) == [(4, 0, 1), (5, 0, 1)]
     assert chunks(packing([1], [2], most=1)) == [(1, 0, 1)]
 
@@ -835,7 +866,7 @@ def test_no_more_prompts_than_may_share_a_step() -> None:
 @pytest.mark.parametrize("own", [{"group": "other"}, {"limit": 0}])
 def test_other_kinds_of_prompts_have_steps_of_their_own(own: dict[str, Any]) -> None:
     plan = packing([1], Sequence([2], **{"limit": 8} | own), [3], [4])
-    steps = [plan.next(100) for _ in range(6)]
+    steps = [plan.next(most(100)) for _ in range(6)]
     prompts = [[c.sequence.tokens[0] for c in step] for step in steps if isinstance(step, tuple)]
     assert prompts == [[1], [2], [3, 4]]
 
@@ -856,7 +887,7 @@ def test_equal_prompts_wait_for_the_first(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(scheduler, "COPIED", 1)
     plan = packing(first, first, first, first)
     assert chunks(plan) == [(1, 0, 7)]
-    plan.next(100)
+    plan.next(most(100))
     assert chunks(plan) == [(1, 6, 7)] * 3
 
 
@@ -865,7 +896,7 @@ def test_a_beginning_is_copied_from_a_page_that_is_written(monkeypatch: pytest.M
     monkeypatch.setattr(scheduler, "COPIED", 0)
     plan = packing([1, 2, 5], [1, 2, 6], [1, 2, 7], [1, 2, 4], [1, 3, 0])
     assert chunks(plan) == [(1, 0, 3)]
-    plan.next(100)
+    plan.next(most(100))
     assert chunks(plan) == [(1, 2, 3)] * 3 + [(1, 1, 3)]
 
 
@@ -889,13 +920,13 @@ def test_no_more_is_in_flight_than_may_be() -> None:
     several, one, few = (Sequence([1], limit=n, ahead=m) for n, m in ((10, 10), (10, 1), (2, 10)))
     for sequence in (several, one, few):
         plan.add(sequence)
-    while plan.next(100):
+    while plan.next(most(100)):
         pass
     assert [s.in_flight for s in (several, one, few)] == [3, 1, 2]
     plan.read(one, 1, False)
-    assert plan.next(100) == Decode((one,))
+    assert plan.next(most(100)) == Decode((one,))
     plan.read(few, 1, False)
-    assert plan.next(100) is None
+    assert plan.next(most(100)) is None
 
 
 @pytest.fixture
@@ -914,20 +945,20 @@ def test_the_youngest_gives_its_pages_back_and_comes_back() -> None:
     old, young = Sequence([1] * 7, limit=9), Sequence([2] * 3, limit=5)
     plan.add(old)
     plan.add(young)
-    order = [plan.next(100) for _ in range(5)]
+    order = [plan.next(most(100)) for _ in range(5)]
     assert [(s.computed, s.in_flight, len(s.pages)) for s in (old, young)] == [(8, 2, 2), (4, 2, 1)]
     assert order[1::2] == [Decode((old,)), Decode((young,))]
     assert order[4] is None
     for sequence in (old, young, old):
         read(plan, sequence, 0)
-    assert plan.next(100) == Decode((old,))  # both need a page, and there is one
+    assert plan.next(most(100)) == Decode((old,))  # both need a page, and there is one
     assert (young.state, young.pages, young.slot, young.in_flight) == ("waiting", [], None, 1)
     assert plan.preemptions == 1
     read(plan, old, 0, True)
-    assert plan.next(100) is None
+    assert plan.next(most(100)) is None
     read(plan, young, 1)
     assert young.tokens == [2, 2, 2, 0, 1]
-    step = plan.next(100)
+    step = plan.next(most(100))
     assert isinstance(step, tuple)
     (chunk,) = step
     assert (chunk.sequence, chunk.start, chunk.count, chunk.last) == (young, 4, 1, True)
@@ -939,10 +970,10 @@ def test_the_lowest_priority_gives_its_pages_back_first() -> None:
     plan = Scheduler(PagePool(6, SIZE), slots=4, context=16, chunk=64)
     low, high = Sequence([1] * 7, limit=9), Sequence([2] * 7, limit=9, priority=-1)
     plan.add(low)
-    plan.next(100)
+    plan.next(most(100))
     plan.add(high)
     for _ in range(20):
-        while plan.next(100) is not None:
+        while plan.next(most(100)) is not None:
             pass
         for sequence in (low, high):
             if sequence.in_flight:
@@ -973,13 +1004,13 @@ def test_there_is_a_step_after_the_last_row_was_given_up(group: str | None) -> N
     low, high = Sequence([1] * 4, limit=9), Sequence([2] * 7, limit=3, priority=-1, group=group)
     for sequence in (low, high):
         plan.add(sequence)
-        plan.next(100)
+        plan.next(most(100))
     for sequence in (low, high):
         if sequence.in_flight:
             read(plan, sequence, 0)
     assert (low.state, high.state) == ("running", "running" if group else "prefill")
     assert plan.pool.allocate(2) is not None  # the last
-    step = plan.next(100)
+    step = plan.next(most(100))
     assert low.state == "waiting"
     assert step == Decode((high,)) if group else isinstance(step, tuple)
 
@@ -1009,11 +1040,11 @@ def test_one_that_waits_is_begun_when_another_ends() -> None:
     first, second, third = (Sequence([i] * n, limit=9) for i, n in enumerate((8, 8, 4)))
     for sequence in (first, second, third):
         plan.add(sequence)
-    while plan.next(100) is not None:
+    while plan.next(most(100)) is not None:
         pass
     assert [s.state for s in (first, second, third)] == ["running", "running", "waiting"]
     read(plan, first, 5, True)
-    step = plan.next(100)
+    step = plan.next(most(100))
     assert isinstance(step, tuple)
     assert [chunk.sequence for chunk in step] == [third]
 
@@ -1268,7 +1299,7 @@ def test_an_id_that_comes_after_the_end_changes_nothing() -> None:
     sequence = Sequence([1], limit=9)
     plan.add(sequence)
     for _ in range(2):
-        plan.next(100)
+        plan.next(most(100))
     read(plan, sequence, 0, True)
     read(plan, sequence, 5)
     assert (sequence.tokens, sequence.in_flight) == ([1, 0], 0)

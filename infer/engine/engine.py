@@ -496,12 +496,7 @@ class Engine(TokenEngine):
             if in_flight and in_flight[-1].prefilled and not self.pace.known:
                 break  # its time is to be measured first
             self.verification.choose()
-            rows = 0
-            if self.scheduler.has_prompts:
-                most = self.pace.rows_beside if self.scheduler.running else self.pace.rows
-                rows = most(self.scheduler.next_position)
-                rows = self.pace.filled(rows, self.scheduler.shared_rows)
-            work = self.scheduler.next(rows)
+            work = self.scheduler.next(self._most_rows())
             self.tier.take_out()
             self._save()
             if self._lacks(*self._touched) and not self._has_grown():
@@ -513,6 +508,13 @@ class Engine(TokenEngine):
             else:
                 self._prefill(work)
             self.pool.unsaved.clear()
+
+    def _most_rows(self) -> Callable[[int], int]:
+        """Returns what gives the most rows of a step whose rows start at a position."""
+        pace = self.pace
+        most = pace.rows_beside if self.scheduler.running else pace.rows
+        shared = self.scheduler.shared_rows if self.scheduler.has_prompts else 0
+        return lambda position: pace.filled(most(position), shared)
 
     def _has_grown(self) -> bool:
         """Have memory for all pages that are used. Returns False if there is none: then the answers

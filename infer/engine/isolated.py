@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from pickle import PicklingError
 from queue import Empty, SimpleQueue
@@ -83,6 +83,10 @@ class WorkerAnswer(TokenAnswer):
     error: InferError | None = None
     deaths: int = 0
     begun: float = field(default_factory=time.perf_counter)
+
+    @property
+    def priority(self) -> int:
+        return int(self.options.get("priority", 0))
 
     def message(self) -> Begin:
         """The message that begins it, or goes on with it."""
@@ -322,8 +326,10 @@ class WorkerEngine(TokenEngine):
             )
         else:
             write_note(f"note: the process of the engine ended by {why} It is started again.\n")
-            begun: list[WorkerAnswer | _Call] = [*islice(self._answers.values(), self.slots)]
-            begun += self._calls.values()
+            # As far as is known here: those of which tokens came, and those that go first.
+            turns = {a: (not a.generated, a.priority) for a in self._answers.values()}
+            begun: list[WorkerAnswer | _Call] = [*sorted(turns, key=turns.__getitem__)]
+            begun[self.slots :] = self._calls.values()
             for each in begun if ran else ():
                 each.deaths += 1
                 if each.deaths > 1 and not each.ended:  # perhaps it is what they died of

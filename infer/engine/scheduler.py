@@ -6,15 +6,15 @@ pages run out, the sequence that came last gives its own back and waits again, w
 it has. Steps are submitted before the ids of the previous ones are read.
 
 The time of a prefill step depends on its tiles, not its rows: if the end of a prompt leaves room,
-the next prompts begin in the same step. A prompt that fits into one step goes before the rest of
-one that does not.
+the next prompts begin in the same step. A prompt whose rest fits into a chunk goes before the rest
+of one that does not.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -214,12 +214,6 @@ class Scheduler:
         sharing = [s for s in first if s.group == first[0].group and s.limit]
         return sum(len(s.tokens) - s.computed for s in sharing) if len(sharing) > 1 else 0
 
-    @property
-    def next_position(self) -> int:
-        """Where the next rows of a prompt begin, unless a short one goes first."""
-        first = min([*self.prefilling, *self.waiting[:1]], key=_rank, default=None)
-        return 0 if first is None else max(first.computed, first.cached)
-
     def add(self, sequence: Sequence) -> None:
         """Cuts the limit to the room there is. Raises RequestError if the prompt leaves none."""
         room = min(self.context, self.pool.pages * self.pool.page_size)
@@ -241,9 +235,10 @@ class Scheduler:
                 self._save_at(other, [common_length(other.tokens, sequence.tokens)])
         self._wait(sequence)
 
-    def next(self, most_rows: int) -> tuple[Prefill, ...] | Decode | None:
-        """The step to submit now: a decode step, or chunks of at most `most_rows` rows together;
-        None if nothing can be done before more ids are read."""
+    def next(self, most_rows: Callable[[int], int]) -> tuple[Prefill, ...] | Decode | None:
+        """The step to submit now: a decode step, or chunks; None if nothing can be done before more
+        ids are read. most_rows: the most rows of a step for the position at which a chunk in it
+        starts, no more for a later one."""
         step: tuple[Prefill, ...] | Decode | None = None
         groups = self._ready()
         # Chunks come after one decode step of each group.
@@ -327,19 +322,19 @@ class Scheduler:
 
     # Prefill
 
-    def _prefill(self, most_rows: int) -> tuple[Prefill, ...]:
+    def _prefill(self, most_rows: Callable[[int], int]) -> tuple[Prefill, ...]:
         """Chunks of the first sequences whose tokens are not all cached. Each but the last chunk
         ends its prompt."""
         for sequence in self._chunked:
             self._slide(sequence, sequence.computed, sequence.computed)
         chunks: list[Prefill] = []
-        most = min(self.chunk, most_rows)
-        while most > 0 and len(chunks) < self.prompts:
-            chunk = self._chunk(most, chunks)
+        left = min(self.chunk, most_rows(0))
+        while left > 0 and len(chunks) < self.prompts:
+            chunk = self._chunk(most_rows, chunks)
             if chunk is None:
                 break
             chunks.append(chunk)
-            most -= chunk.count
+            left -= chunk.count
             if not chunk.last:
                 break
         if chunks:
@@ -348,9 +343,9 @@ class Scheduler:
         self._chunked = [chunk.sequence for chunk in chunks]
         return tuple(chunks)
 
-    def _chunk(self, most: int, others: Ids[Prefill]) -> Prefill | None:
+    def _chunk(self, most_rows: Callable[[int], int], others: Ids[Prefill]) -> Prefill | None:
         """The next chunk of a step, after the others in it."""
-        for sequence in self._next_prompts(most, others):
+        for sequence in self._next_prompts(others):
             copy = restore = save = None
             first = sequence.state == "waiting"
             if first:
@@ -363,7 +358,11 @@ class Scheduler:
         else:
             return None
         start, length = sequence.computed, len(sequence.tokens)
-        end = min(start + min(most, sequence.chunk), length)
+        most = min(self.chunk, most_rows(start)) - sum(chunk.count for chunk in others)
+        if most <= 0 and not first:
+            return None
+        # One that was admitted has a row at least: its copies belong to a chunk.
+        end = min(start + min(max(most, 1), sequence.chunk), length)
         if until := next((position for position in sequence.saves if position > start), 0):
             end = min(end, until, sequence.saved + max(LARGEST_GAP, gap(end)))
             if end == until or end - sequence.saved >= gap(end):
@@ -379,12 +378,12 @@ class Scheduler:
             insort(self.running, sequence, key=slot_of)
         return Prefill(sequence, start, end - start, copy, restore, save, first, last)
 
-    def _next_prompts(self, most: int, others: Ids[Prefill]) -> list[Sequence]:
-        """The prompts of which one has the next rows, at most `most`, the first choice first."""
+    def _next_prompts(self, others: Ids[Prefill]) -> list[Sequence]:
+        """The prompts of which one has the next rows, the first choice first."""
         first = min(self.prefilling, key=_rank, default=None)
         if first is None or (self.waiting and self.waiting[0].rank < first.rank):
             return [*self.waiting[:1], *([] if first is None else [first])]
-        if first.rest <= most:
+        if self._is_short(first):
             return [first]
         if not others:
             self._passed += 1
@@ -394,11 +393,15 @@ class Scheduler:
         short = [
             s
             for s in sorted([*self.prefilling, *self.waiting], key=_rank)
-            if s.rest <= most and s.priority <= first.priority and not self._is_behind(s)
+            if s.priority <= first.priority and self._is_short(s) and not self._is_behind(s)
         ]
         if not short and not others:
             self._passed = 0
         return [*short[:1], first]
+
+    def _is_short(self, sequence: Sequence) -> bool:
+        """Whether its rest fits into a chunk, as large as one without answers beside it."""
+        return sequence.rest <= min(self.chunk, sequence.chunk)
 
     def _is_behind(self, sequence: Sequence) -> bool:
         """Whether it waits for what another prompt is about to compute for both."""

@@ -263,7 +263,7 @@ def _prompt(request: PendingRequest | None) -> tuple[Sequence[int], tuple[Any, .
     """Ids, and what else keys and values depend on, of a call of `Replica.answer`."""
     if request is None or request.metadata.call_method != "answer":
         return None
-    ids, _, adapter, _, salt = request.args
+    ids, _, adapter, _, salt, _ = request.args
     return ids, (adapter, salt)
 
 
