@@ -296,7 +296,8 @@ class HostTier:
             for page, data in zip(windows, prompt.windows, strict=True):
                 assert self._steps.windows is not None
                 self._write(self._steps.windows.pieces(page), data)
-            pool.store(tokens, key, pages, None, windows, len(pages) - len(windows))
+            first = len(pages) - len(windows)
+            pool.store(tokens, key, pages, None, [0] * first + windows, first)
             if len(prompt.state):
                 place = pool.store_snapshot(tokens, key, pages)
                 saved = self._steps.saved
