@@ -542,7 +542,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    "count", [100, pytest.param(10_000, marks=pytest.mark.full)], ids="{} answers".format
+    "count", [100, pytest.param(4_000, marks=pytest.mark.full)], ids="{} answers".format
 )
 def test_nothing_is_left_of_many_answers(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, count: int

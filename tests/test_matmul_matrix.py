@@ -51,7 +51,7 @@ CASES: Factors = {
         EMULATED,
         # The matrices of Intel's and Apple's GPUs, and tiles of several subgroups along both sides.
         MatrixVariant(MatrixShape(8, 16, 16), 8, 16, 32, 8, 16, 32, emulated=True),
-        MatrixVariant(MatrixShape(8, 8, 8), 8, 32, 32, 16, 16, 64, emulated=True),
+        MatrixVariant(MatrixShape(8, 8, 8), 8, 32, 32, 16, 16, 32, emulated=True),
         MatrixVariant(MatrixShape(16, 16, 16), 16, 16, 32, 16, 16, 64, 2, emulated=True),
     ),
     **FORMS,
