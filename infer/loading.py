@@ -17,6 +17,7 @@ from infer.embedding import EmbeddingConfig, read_embedding_config
 from infer.engine.engine import Engine
 from infer.engine.isolated import WorkerEngine
 from infer.engine.options import EngineOptions
+from infer.engine.steps import Loaded
 from infer.foreign import shown
 from infer.generation_config import notes, sampling_defaults
 from infer.hub import ResolvedModel, resolve, resolve_adapter
@@ -450,10 +451,10 @@ class _Files:
 
         def allocated(weights: dict[str, GpuTensor]) -> None:
             beside = self.loras.allocate(device, weights)
-            engine = Engine(device, self.model, weights, fitting, beside, draft)
+            engine = Engine(device, Loaded(self.model, weights, beside), fitting, draft)
             with enough_threads():
                 started.append(
-                    (engine, thread.submit(engine.compile, partial(progress, "kernels")))
+                    (engine, thread.submit(engine.runner.compile, partial(progress, "kernels")))
                 )
             self.loras.fill(device, weights, beside)
 
@@ -472,7 +473,7 @@ class _Files:
                 raise
         ((engine, compiled),) = started
         compiled.result()
-        engine.weights_are_read()
+        engine.runner.weights_are_read()
         summary = self.plan.summary
         return LLM(self.name, engine, self.tokenizer, self.defaults, self.embedding, summary)
 

@@ -8,9 +8,10 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from infer.engine.draft import Loaded, check_draft
+from infer.engine.draft import check_draft
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
+from infer.engine.steps import Loaded
 from infer.engine.windows import window_of, window_pages
 from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, memory_info
@@ -230,9 +231,9 @@ class MemoryCount:
         """Returns the bytes that loading with these options would allocate."""
         if options not in self._needed:
             self._device.allocated = self._without_engine
-            of = self.model, self._weights, options, self._beside, self._draft
-            engine = Engine(self._device, *of)
-            self._state_bytes = 0 if engine.saved is None else engine.saved.nbytes
+            own = Loaded(self.model, self._weights, self._beside)
+            saved = Engine(self._device, own, options, self._draft).runner.caches.saved
+            self._state_bytes = 0 if saved is None else saved.nbytes
             other = self._device.allocated - self._weight_bytes
             other -= self._kv_bytes(options, first=True)
             other += self._rope_bytes(options)

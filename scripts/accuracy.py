@@ -159,7 +159,7 @@ def measure(args: argparse.Namespace) -> Iterator[Accuracy]:
                     np.stack([prefilled(llm, ids) for ids in prompts]),
                 )
                 computed = ", ".join(filter(None, (f"precision {precision}", args.quantize)))
-                products = llm.engine.products
+                products = llm.engine.runner.products
             yield accuracy(name, computed, products, got, exact)
             if products == "f32":
                 break  # as in the other precision

@@ -338,7 +338,7 @@ def main() -> None:
             name = f"{stack.enter_context(TemporaryDirectory())}/{args.shape}"
             write_shape(args.shape, Path(name), args.layers)
         llm = stack.enter_context(infer.load(name, **given))
-        llm.engine.compile_batches(infer.SamplingParams(temperature=0.0).resolved({}))
+        llm.engine.runner.compile_batches(infer.SamplingParams(temperature=0.0).resolved({}))
         llm.generate(prompts=[[BESIDE] * min(512, sizes.system)] * 2, max_tokens=2)
         llm.engine.forget()
         loads = replay(llm, sizes)

@@ -113,7 +113,7 @@ def main() -> None:
         constraints = Constraints(tokenizer, engine.vocab_size)
         bench = EngineBench(engine, 1.0, args.repeats, lambda test, run, runs: None)
         schemas = {"held": endless(unbounded(PERSON)), "bounded": endless(PERSON)}
-        engine.steps.compile_batches()  # as a server does
+        engine.runner.steps.compile_batches()  # as a server does
         for count in clients:
             sizes = count, args.prompt_tokens, args.decode_tokens
             own = {"free": bench.load(*sizes)}

@@ -318,7 +318,7 @@ class Sweep:
         self.values = GRIDS[kernel] | (values or {})
         few = kernel == "matmul_rows"
         self.prefill = kernel in PREFILL or few
-        whole = FEW_ROWS if few else engine.steps.rows["prefill"] if self.prefill else 1
+        whole = FEW_ROWS if few else engine.runner.kinds.chunk if self.prefill else 1
         self.rows = rows or whole
         lowering = self._lower(None)
         rules = list(dict.fromkeys(lowering.variants.values()))
@@ -328,7 +328,7 @@ class Sweep:
                 "--kernel."
             )
         place_step(engine, [0] * self.rows, 0)
-        plan = lowering.place(engine.steps.arena)
+        plan = lowering.place(engine.runner.steps.arena)
         run(engine.device, [*plan.body, *plan.head], self.rows, self.rows)  # sensible activations
         self.groups = self._groups(lowering)
         if not self.groups:
@@ -361,15 +361,21 @@ class Sweep:
     def _lower(self, variant: Any) -> ForcedLowering:
         """The model with this variant of the kernel everywhere, or with the rules' for None."""
         engine = self.engine
-        graph = Graph(engine.model.forward(engine.weights, engine.steps.ropes, engine.steps.caches))
+        graph = Graph(
+            engine.model.forward(
+                engine.weights, engine.runner.caches.ropes, engine.runner.caches.layers
+            )
+        )
         tuning = ForcedTuning(engine.device, self.kernel, variant)
         target = Target(engine.device, StepKind(self.rows, logits=1), tuning, engine.options.fuse)
         rewrite(graph, target, {})
-        return ForcedLowering(target, graph, engine.steps.step, engine.steps.logits, tuning)
+        return ForcedLowering(
+            target, graph, engine.runner.steps.step, engine.runner.steps.logits, tuning
+        )
 
     def _groups(self, lowering: ForcedLowering) -> list[Group]:
         """The dispatches of each shape in order, with those that finish their work."""
-        plan = lowering.place(self.engine.steps.arena)
+        plan = lowering.place(self.engine.runner.steps.arena)
         found: dict[str, list[Dispatch]] = {}
         calls: dict[str, int] = {}
         variants: dict[str, Any] = {}

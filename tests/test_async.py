@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ import pytest
 
 import infer
 from infer import LLM
+from infer.engine.engine import Events
+from infer.engine.scheduler import Decode, Prefill
 from infer.hub import DEMO
 
 pytestmark = pytest.mark.demo
@@ -47,13 +49,13 @@ def test_tasks_are_answered_together(
     llm: LLM, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads: list[int] = []
-    decode = llm.engine._decode
 
-    def counted(work: Any) -> None:
-        loads.append(len(work.sequences))
-        decode(work)
+    class Counted(Events):
+        def submits(self, work: Sequence[Prefill] | Decode) -> None:
+            if isinstance(work, Decode):
+                loads.append(len(work.sequences))
 
-    monkeypatch.setattr(llm.engine, "_decode", counted)
+    monkeypatch.setattr(llm.engine, "events", Counted())
 
     async def main() -> None:
         assert await asyncio.gather(*(text_of(llm, prompt) for prompt in PROMPTS)) == expected

@@ -33,9 +33,9 @@ from infer.bench.report import (
     results_table,
 )
 from infer.engine.answers import Answer
-from infer.engine.draft import Loaded
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
+from infer.engine.steps import Loaded
 from infer.kernels.checks.forward import Forward
 from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryError, RequestError
@@ -131,7 +131,7 @@ def device(compiled: Compiled) -> Iterator[Device]:
 def make_engine(device: Device, config: dict[str, Any], context: int = 256) -> Engine:
     model = build_model(RawConfig(config))
     weights = random_weights(device, list(model.weights()), "bf16")
-    return Engine(device, model, weights, EngineOptions(context=context))
+    return Engine(device, Loaded(model, weights), EngineOptions(context=context))
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ def test_random_codes_give_finite_logits(device: Device, kind: str) -> None:
         values = forward.run(rows, tokens=range(64))
         assert abs(values.mean()) < 0.01
         assert values.std() * 256**0.5 == pytest.approx(1, rel=0.4)
-        engine = Engine(device, model, weights, EngineOptions(context=64))
+        engine = Engine(device, Loaded(model, weights), EngineOptions(context=64))
         (step,) = engine.generate(
             [1, 2, 3], replace(measure.GREEDY, max_tokens=1), with_logits=True
         )
@@ -414,7 +414,7 @@ def serving(
         cache_positions=6 * 256,
         speculate=speculate,
     )
-    return Engine(device, model, weights, options, draft=draft)
+    return Engine(device, Loaded(model, weights), options, draft)
 
 
 def begun(engine: Engine) -> list[Answer]:
@@ -447,7 +447,8 @@ def test_drafts_are_as_right_as_decreed(
         row = measure.EngineBench(engine, 1e9, 2, lambda *_: None).drafts(2, 60, 9, accept, 3)
         assert (row.test, row.tokens) == (f"tg60 + 3 x 2 @ d9, {accept:g} right", 120)
         assert row.step_tokens == pytest.approx(step_tokens, rel=0.15)
-        assert engine.speculation is engine.draft is None
+        assert not engine.runner.speculation.is_on
+        assert not engine.runner.drafter.steps
         drafted = [answer.timings.drafted_tokens for answer in answers]
         assert min(drafted) > 30
 
@@ -699,8 +700,9 @@ class Timed(measure.EngineBench):
     """Prefill at so many seconds a token, and decode at as many; nothing is run."""
 
     def __init__(self, per_token: float, context: int) -> None:
-        own = {"context": context, "vocab_size": 9, "forget": lambda: None, "draft": None}
-        engine: Any = SimpleNamespace(**own, verification=SimpleNamespace())
+        own = {"context": context, "vocab_size": 9, "forget": lambda: None}
+        runner = SimpleNamespace(drafter=None)
+        engine: Any = SimpleNamespace(**own, runner=runner, speculate=lambda _: None)
         super().__init__(engine, 1e9, 1, lambda *_: None)
         self.per_token = per_token
 

@@ -27,6 +27,7 @@ from infer import LLM
 from infer.cli.app import app
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
+from infer.engine.steps import Loaded
 from infer.hub import DEMO, resolve
 from infer.kernels import errors
 from infer.kernels.gpu.device import DryDevice, Limits
@@ -533,11 +534,12 @@ def test_the_kernels_of_a_layer_are_those_of_the_plans() -> None:
         64  # with one size of subgroups a CPU has a kernel for all projections
     )
     weights = {spec.name: allocate(device, spec.shape, "bf16") for spec in model.weights()}
-    engine = Engine(device, model, weights, EngineOptions(context=1024))
+    engine = Engine(device, Loaded(model, weights), EngineOptions(context=1024))
     layers = model.config.num_hidden_layers
-    for column, kind in enumerate(("decode", "prefill")):
+    kinds = engine.runner.kinds
+    for column, kind in enumerate((kinds.decode, kinds.alone[0])):
         layer = [name for row in rows for name in re.findall(r"`(\w+)`", row[column])]
-        kernels = [k.spec.name for k in engine.steps.lowered[kind, False].kernels if not k.head]
+        kernels = [k.spec.name for k in engine.runner.steps.lowered[kind].kernels if not k.head]
         assert kernels == ["embedding", *layer * layers]
 
 

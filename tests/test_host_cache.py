@@ -165,7 +165,7 @@ def test_a_request_may_end_while_its_pages_come_back(device: Device, tmp_path: P
         engine.settle()
         assert not engine._restoring
         assert engine.pool.stats.in_use == 0
-        assert not engine._answers
+        assert not engine.jobs.of
         agents.ask(prompt)
 
 
@@ -187,7 +187,7 @@ def test_an_interrupt_loses_no_answer(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine.queue, "submit", interrupted)
+            patch.setattr(engine.runner.queue, "submit", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 next(answer)
         found = [step.token for step in answer]

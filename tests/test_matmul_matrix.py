@@ -343,9 +343,9 @@ def test_a_model_whose_weights_f16_does_not_hold(
         bits.flush()
     with own_device.scope():
         engine = build_engine(own_device, folder)
-        engine.compile()
+        engine.runner.compile()
         scale_rows(own_device, engine.weights.values())
-        engine.weights_are_read()
+        engine.runner.weights_are_read()
         logits = np.concatenate(list(engine.logits(reference.prompt_ids.tolist())))
     assert 0 < nmse(logits, reference.logits) < 5e-6
     made = [spec for spec in own_device._pipelines if spec.name == "matmul_matrix"]

@@ -56,7 +56,7 @@ def made(own_device: Device, tmp_path_factory: pytest.TempPathFactory) -> Make:
             if options.get("speculate") == "draft":
                 options["draft"] = folder
             engine = build_engine(own_device, folder, **OPTIONS | options)
-        assert (engine.steps.windows is not None) == apart
+        assert (engine.runner.caches.windows is not None) == apart
         return engine
 
     return make
@@ -161,7 +161,10 @@ def test_a_load(made: Make, case: str, load: str, monkeypatch: pytest.MonkeyPatc
     assert stats.cache.in_use == len(windows._count) == 0
     assert (stats.drafts > 0) == (options.get("speculate") is not None)
     assert windows.touched <= windows.pages < engine.options.pages
-    assert engine._pages == (engine.steps.cache.n_pages, engine.steps.windows.n_pages)
+    assert engine.runner.n_pages == (
+        engine.runner.caches.kv.n_pages,
+        engine.runner.caches.windows.n_pages,
+    )
 
 
 def test_too_few_pages(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,11 +181,11 @@ def test_too_few_pages(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
 def forget_windows(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     """Let every page that a sequence has no more, or never had, be one that is not a number; and
     all of the cache that is not written."""
-    windows, cache = engine.pool.windows, engine.steps.windows
+    windows, cache = engine.pool.windows, engine.runner.caches.windows
     assert windows is not None
     assert cache is not None
     engine.forget()
-    for own in (engine.steps.cache, cache):
+    for own in (engine.runner.caches.kv, cache):
         for layer in own.layers:
             for buffer in (layer.keys, layer.values):
                 nan = np.full(buffer.nbytes // 4, np.nan, np.float32)
@@ -247,13 +250,13 @@ def test_no_memory_for_more_windows(
     with sharing(compiled), Device.open() as device:
         folder = write("gemma3_text", tmp_path / "gemma3", 100)
         engine = build_engine(device, folder, **OPTIONS, first_positions=256)
-        assert engine.steps.windows is not None
+        assert engine.runner.caches.windows is not None
         short = text(engine, 1, 150)
         expected = answer(engine, short, 20)
         grow = Device.grow
 
         def full(self: Device, buffer: Buffer, nbytes: int, kept: Any) -> None:
-            if any(buffer in (own.keys, own.values) for own in engine.steps.windows.layers):
+            if any(buffer in (own.keys, own.values) for own in engine.runner.caches.windows.layers):
                 raise OutOfMemoryError("There is no memory.")
             grow(self, buffer, nbytes, kept)
 
@@ -300,12 +303,14 @@ def test_memory_is_counted() -> None:
     weights = {weight.name: weight.allocate(device) for weight in count.plan.weights}
     before = device.allocated
     engine = Engine(device, model, weights, options)
-    assert engine.steps.windows is not None
+    assert engine.runner.caches.windows is not None
     start = device.allocated
-    engine._grow(options.pages, engine.steps.window_pages)
+    engine.runner.grow(options.pages, engine.runner.caches.window_pages)
     assert device.allocated - before + count._weight_bytes <= need.total
     sizes = [
-        b.nbytes for cache in (engine.steps.cache, engine.steps.windows) for b in cache.buffers
+        b.nbytes
+        for cache in (engine.runner.caches.kv, engine.runner.caches.windows)
+        for b in cache.buffers
     ]
     tables = 2 * 4 * 8 * 131072 // PAGE
     assert sum(sizes) - tables == need.kv_cache
@@ -345,7 +350,7 @@ def test_prompts_of_one_step(made: Make) -> None:
         made("gemma3_text", apart=apart, max_batch=4, invariant=False, prefill_chunk=256)
         for apart in (True, False)
     )
-    assert engine.steps.prompts > 1
+    assert engine.runner.kinds.prompts > 1
     begin = text(engine, 1, 90)
     prompts = [[*begin, *text(engine, i, 10 + i)] for i in range(4)]
     params = replace(PARAMS, max_tokens=2)
@@ -362,9 +367,9 @@ def test_steps_by_hand(made: Make) -> None:
     """Sequence 0 has pages for its context."""
     engine = made("gemma3_text")
     with engine.alone():
-        pages, windows = engine.resident.pages[0], engine.resident.windows[0]
+        pages, windows = engine.runner.resident.pages[0], engine.runner.resident.windows[0]
         assert pages == list(range(24))
         assert len(windows) == 24
-        count = engine.steps.windows.n_pages
+        count = engine.runner.caches.windows.n_pages
         assert max(windows) < count
         assert all(len({*windows[i : i + 4]}) == 4 for i in range(20))

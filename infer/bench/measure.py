@@ -20,11 +20,13 @@ from infer.engine.answers import Answer
 from infer.engine.constraint import Constraint
 from infer.engine.engine import Engine
 from infer.engine.options import AHEAD
-from infer.engine.speculation import MAX_DRAFT
+from infer.engine.recordings import Recipe
+from infer.engine.speculation import MAX_DRAFT, NoSpeculation
+from infer.engine.token_engine import Request
 from infer.kernels.errors import RequestError
 from infer.kernels.gpu.plan import Dispatch, needed
 from infer.kernels.gpu.profile import profile_passes
-from infer.kernels.gpu.record import Copy
+from infer.kernels.gpu.record import Copy, Recording
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.state.kv_cache import PAGE, kv_cache_bytes
 from infer.kernels.state.step import HEADER, ROW, pack_step
@@ -154,8 +156,8 @@ class EngineBench:
         self.engine, self.bandwidth = engine, bandwidth
         self.repeats, self.progress = repeats, progress
         # Nothing is drafted but in tests of drafts.
-        self.draft = engine.draft
-        engine.verification.draft = engine.verification.speculation = None
+        self.drafter = engine.runner.drafter
+        engine.speculate(NoSpeculation())
 
     def sizes(
         self, prompt: int | None, decode: int | None, repeats: int | None, depth: int
@@ -232,7 +234,7 @@ class EngineBench:
         draw = random.Random(1)
         ids, end = range(self.engine.vocab_size), batch_positions(rows, depth, tokens)
         # Answers begin a few in each step; those that began a step before have a token more then.
-        steps = [i // self.engine.steps.prompts for i in range(rows)]
+        steps = [i // self.engine.runner.kinds.prompts for i in range(rows)]
         lengths = [max(1, depth - _SETTLE - (steps[-1] - step)) for step in steps]
         prompts = [draw.choices(ids, k=depth)[:length] for length in lengths]
         for prompt in prompts:  # cached from here on, so that one step begins it
@@ -241,7 +243,7 @@ class EngineBench:
 
         def run() -> float:
             answers = [
-                self.engine.generate(prompt, replace(GREEDY, max_tokens=end - len(prompt)))
+                self.engine.answer(Request(prompt, replace(GREEDY, max_tokens=end - len(prompt))))
                 for prompt in prompts
             ]
             try:
@@ -279,15 +281,14 @@ class EngineBench:
         ids, room = range(engine.vocab_size), drafts_positions(rows, depth, tokens)
         prompts = [draw.choices(ids, k=depth) for _ in range(rows)]
         params = replace(GREEDY, max_tokens=room - depth)
-        engine.verification.draft = self.draft
         engine.forget()
-        decreed = Decreed if self.draft is None else DecreedModel
-        of = engine.steps.draft_kinds, accept, count, engine.vocab_size
-        engine.verification.speculation = decreed(*of)
+        decreed = DecreedModel if self.drafter.steps else Decreed
+        of = engine.runner.kinds.draft_rows, accept, count, engine.vocab_size
+        engine.speculate(decreed(*of), self.drafter)
         step_tokens: list[float] = []
 
         def run() -> float:
-            answers = [engine.generate(prompt, params) for prompt in prompts]
+            answers = [engine.answer(Request(prompt, params)) for prompt in prompts]
             try:
                 while min(answer.count for answer in answers) < 1 + _SETTLE:
                     next(answers[0])
@@ -311,7 +312,7 @@ class EngineBench:
         try:
             (seconds,) = self._repeat(test, run)
         finally:
-            engine.verification.speculation = engine.verification.draft = None
+            engine.speculate(NoSpeculation())
         tps, spread = _tps(rows * tokens, seconds)
         step = statistics.fmean(step_tokens)
         many_rows = rows if rows > 1 else None
@@ -332,7 +333,7 @@ class EngineBench:
         params = replace(params, max_tokens=max(2, tokens))
 
         def begin(ids: Sequence[int]) -> Answer:
-            return self.engine.generate(ids, params, constraint=constraint(params))
+            return self.engine.answer(Request(ids, params, constraint=constraint(params)))
 
         test = f"{clients} clients"
         self.progress(test, 0, 1)
@@ -431,16 +432,22 @@ class EngineBench:
 
     # One step on its own
 
+    @property
+    def greedy_step(self) -> Recording:
+        """A decode step of one answer that takes the most probable token."""
+        runner = self.engine.runner
+        return runner.recordings.of(Recipe(runner.kinds.decode, GREEDY.chain()))
+
     def host_seconds(self) -> tuple[float, float]:
         """The host's part of a greedy decode step, medians: to record and submit it, and to read
         its id when that is there."""
-        engine, queue = self.engine, self.engine.queue
-        recording = engine.recordings.of("decode", True, GREEDY.chain())
+        engine, queue = self.engine, self.engine.runner.queue
+        recording = self.greedy_step
         place_step(engine, [0], 0)
         submits, reads = [], []
         with engine.device.scope():
             staging = engine.device.buffer(16, "read", "id")
-            copies = [Copy((engine.sampler.sampled, 0), (staging, 0), 4)]
+            copies = [Copy((engine.runner.sampler.sampled, 0), (staging, 0), 4)]
             for _ in range(_HOST_STEPS):
                 begin = time.perf_counter()
                 submission = queue.submit(recording, 1, 1, copies)
@@ -458,8 +465,7 @@ class EngineBench:
             return None
         kv_len = _middle(test, 0)
         place_step(self.engine, [0], kv_len - 1)
-        step = self.engine.recordings.of("decode", True, GREEDY.chain()).dispatches
-        return self._time([step], 1, kv_len)[0]
+        return self._time([self.greedy_step.dispatches], 1, kv_len)[0]
 
     def profiles(
         self,
@@ -471,16 +477,17 @@ class EngineBench:
         """The kernels of the prefill's first chunk, of a decode step in the middle of each test
         (by depth), of steps of many answers (rows, depth), and of the full sampler. host_seconds:
         the host's part of a decode step."""
-        engine = self.engine
-        chunks = list(engine.chunks(prefill.tokens))
-        _, rows, kind = chunks[0]
+        engine, runner = self.engine, self.engine.runner
+        recordings, kinds = runner.recordings, runner.kinds
+        chunks = runner.chunks(prefill.tokens)
+        _, rows = chunks[0]
         place_step(engine, self._ids(rows), 0)
-        plan = engine.recordings.of(kind, True, None).dispatches
+        plan = recordings.of(Recipe(kinds.prefill(rows))).dispatches
         whole = statistics.fmean(prefill.seconds) if len(chunks) == 1 else None
         profile = self._profile(f"prefill of {prefill.test}", plan, (), rows, rows)
         profiles = [replace(profile, step_seconds=whole)]
-        plan = engine.recordings.of("decode", True, None).dispatches
-        sampler = engine.sampler.dispatches(GREEDY.chain(), gather=0)
+        plan = recordings.of(Recipe(kinds.decode)).dispatches
+        sampler = runner.sampler.dispatches(GREEDY.chain(), gather=0)
         for depth, row in decode.items():
             kv_len = _middle(row, depth)
             place_step(engine, [0], kv_len - 1)
@@ -488,13 +495,13 @@ class EngineBench:
             profiles.append(replace(profile, step_seconds=1 / row.tps, host_seconds=host_seconds))
         for rows, depth in batches:
             if rows > 1:
-                plan = engine.recordings.of(engine.steps.batch(rows), True, None).dispatches
-                sampler = engine.sampler.dispatches(GREEDY.chain(), gather=0)
+                plan = recordings.of(Recipe(kinds.batch(rows))).dispatches
+                sampler = runner.sampler.dispatches(GREEDY.chain(), gather=0)
                 place_batch(engine, rows, depth)
                 title = f"decode of {rows} sequences"
                 profiles.append(self._profile(title, plan, sampler, rows, depth))
         place_step(engine, [0], 0, SAMPLED)
-        sampler = engine.sampler.dispatches(SAMPLED.chain(), gather=0)
+        sampler = runner.sampler.dispatches(SAMPLED.chain(), gather=0)
         profiles.append(self._profile("full sampler", (), sampler, 1, 1))
         return profiles
 
@@ -537,7 +544,7 @@ class EngineBench:
 
     def _time(self, passes: Sequence[Sequence[Dispatch]], rows: int, kv_len: int) -> list[float]:
         """Seconds of each pass on the GPU, with what is now in the step buffer."""
-        device, step = self.engine.device, self.engine.steps.step
+        device, step = self.engine.device, self.engine.runner.steps.step
         repeats = 3 if device.software else 20 if rows == 1 else 5
         with device.scope():
             saved = device.upload(device.read(step, np.uint32))
@@ -564,9 +571,9 @@ def place_batch(engine: Engine, rows: int, kv_len: int) -> None:
     step = pack_step([0] * rows, kv_len - 1)
     own = step[HEADER.itemsize :].view(ROW)
     own["position"], own["sequence"] = kv_len - 1, range(rows)
-    engine.device.write(engine.steps.step, step)
+    engine.device.write(engine.runner.steps.step, step)
     pages = -(-kv_len // PAGE)
-    for cache in filter(None, (engine.steps.cache, engine.steps.windows)):
+    for cache in engine.runner.caches.pools:
         for i in range(rows):
             first = i * pages
             cache.assign(i, 0, [n % cache.n_pages for n in range(first, first + pages)])
@@ -584,8 +591,10 @@ def place_step(
         stop_ids=(),
     )
     engine.forget()
-    engine.sampler.begin(0, record[0], ids, params.logit_bias)
-    engine.device.write(engine.steps.step, pack_step(ids, position, logits_rows=(len(ids) - 1,)))
+    engine.runner.sampler.begin(0, record[0], ids, params.logit_bias)
+    engine.device.write(
+        engine.runner.steps.step, pack_step(ids, position, logits_rows=(len(ids) - 1,))
+    )
 
 
 def drafts_positions(rows: int, depth: int, tokens: int) -> int:

@@ -40,10 +40,10 @@ from infer.bench.measure import (
 )
 from infer.bench.report import BenchReport
 from infer.calls import warn
-from infer.engine.draft import Loaded
 from infer.engine.engine import Engine
 from infer.engine.options import MAX_BATCH, EngineOptions
 from infer.engine.speculation import MAX_DRAFT
+from infer.engine.steps import Loaded
 from infer.hub import resolve_adapter
 from infer.inspection import inspect_model
 from infer.kernels.errors import OutOfMemoryError, RequestError
@@ -243,9 +243,9 @@ def run_bench(
             draft=draft and f"{draft}{f' {draft_quantize}' if draft_quantize else ''}",
             invariant=invariant,
             precision=precision,
-            products=engine.products,
+            products=engine.runner.products,
             webgpu=gpu.webgpu,
-            dispatches=len(engine.recordings.of("decode", True, GREEDY.chain()).dispatches),
+            dispatches=len(bench.greedy_step.dispatches),
             submit_seconds=submit_seconds,
             gpu_seconds=gpu_seconds,
             profiles=tuple(profiles),
@@ -451,7 +451,7 @@ def _on_random(
         drafts = None
         if draft is not None:
             drafts = Loaded(draft.model, random_weights(device, draft.plan))
-        engine = Engine(device, model, weights, options, draft=drafts)
-        engine.compile()
+        engine = Engine(device, Loaded(model, weights), options, drafts)
+        engine.runner.compile()
         device.wait()
         yield shape, engine

@@ -537,7 +537,7 @@ def run(
             with stream:
                 with progress:
                     of_kernels = partial(progress.loading, "kernels")
-                    llm.engine.warm_up(stream.so_far.prompt_tokens, params, of_kernels)
+                    llm.engine.runner.warm_up(stream.so_far.prompt_tokens, params, of_kernels)
                 loading = report.Loading(time.perf_counter() - begin, progress.waiting)
                 if verbose:
                     note(report.load_details(llm, params, loading))

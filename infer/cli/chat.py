@@ -235,7 +235,9 @@ def loaded(llm: LLM, params: Mapping[str, Any], template_args: Mapping[str, Any]
     from infer.sampling import SamplingParams
 
     model = Model(llm, template_args)
-    llm.engine.warm_up(min(64, llm.context - 1), SamplingParams(**params).resolved(llm.defaults))
+    llm.engine.runner.warm_up(
+        min(64, llm.context - 1), SamplingParams(**params).resolved(llm.defaults)
+    )
     return model
 
 

@@ -360,7 +360,7 @@ def result_json(
         "context": llm.context,
         "seed": params.seed,
         "adapter": adapter_json(llm.device.adapter),
-        "products": llm.engine.products,
+        "products": llm.engine.runner.products,
         "versions": versions(llm.device.adapter.webgpu),
     }
 
@@ -376,9 +376,9 @@ def load_details(llm: LLM, params: SamplingParams, loading: Loading) -> str:
             "model": f"{llm.name}, {llm.config.model_type}, {llm.config.num_hidden_layers} layers",
             "adapter": f"{device.adapter}, driver {device.adapter.driver}",
             "features": _used_features(device),
-            "products": _products(engine.products),
+            "products": _products(engine.runner.products),
             "weights": f"{size(nbytes)} in {', '.join(dtypes)}",
-            **({} if engine.draft is None else {"draft": str(engine.draft)}),
+            **({} if not engine.runner.drafter.steps else {"draft": str(engine.runner.drafter)}),
             "engine": ", ".join(f"{k} {v}" for k, v in asdict(engine.options).items()),
             "sampling": ", ".join(f"{name} {value}" for name, value in given.items()),
             "loading": f"{loading}; {device.n_pipelines} kernels",

@@ -143,7 +143,7 @@ class HostTier:
             return None
         while self._outgoing:
             self._collect(self._outgoing.popleft())
-        has_states = self._steps.saved is not None
+        has_states = self._steps.caches.saved is not None
         own, size = tokens[: len(tokens) - 1], self._pool.page_size
         pages, cached = self._pool.path(own, key)
         if has_states:  # a state goes with pages that are retained
@@ -206,7 +206,7 @@ class HostTier:
 
     def _with_state(self, restore: Restore) -> list[tuple[Name, int, Bytes]]:
         """The state and its place, if it is still here and finds one."""
-        name, saved = restore.state, self._steps.saved
+        name, saved = restore.state, self._steps.caches.saved
         assert name is not None
         assert saved is not None
         data = self.cache.get(name)
@@ -242,13 +242,17 @@ class HostTier:
     def copy_out(self, tokens: Sequence[int], key: Hashable) -> CachedPrompt:
         """Returns what is cached of a prompt; where layers have states, up to the last one before
         its last token, which another prompt may not have."""
-        pool, limit = self._pool, len(tokens) - (self._steps.saved is not None)
+        pool, limit = self._pool, len(tokens) - (self._steps.caches.saved is not None)
         match = pool.match(tokens, key, limit)
         try:
             partial = [] if match.partial is None else [match.partial[0]]
             windows = [*match.windows]
             windows += [] if match.window_partial is None else [match.window_partial]
-            cache, of_windows, saved = self._steps.cache, self._steps.windows, self._steps.saved
+            cache, of_windows, saved = (
+                self._steps.caches.kv,
+                self._steps.caches.windows,
+                self._steps.caches.saved,
+            )
             state = np.zeros(0, np.uint8)
             if match.snapshot is not None:
                 assert saved is not None
@@ -266,10 +270,10 @@ class HostTier:
 
     def takes(self, prompt: CachedPrompt) -> bool:
         """Whether a prompt has the sizes that prompts have here."""
-        steps, count = self._steps, self._pool.pages_for(len(prompt.tokens))
-        pages = count, sum(piece.nbytes for piece in steps.cache.pieces(0))
-        windows = 0 if steps.windows is None else sum(p.nbytes for p in steps.windows.pieces(0))
-        state = 0 if steps.saved is None else steps.saved.nbytes
+        caches, count = self._steps.caches, self._pool.pages_for(len(prompt.tokens))
+        pages = count, sum(piece.nbytes for piece in caches.kv.pieces(0))
+        windows = 0 if caches.windows is None else sum(p.nbytes for p in caches.windows.pieces(0))
+        state = 0 if caches.saved is None else caches.saved.nbytes
         return (
             count > 0
             and prompt.pages.shape == pages
@@ -292,15 +296,15 @@ class HostTier:
                 return False
             self.take_out()
             for page, data in zip(pages, prompt.pages, strict=True):
-                self._write(self._steps.cache.pieces(page), data)
+                self._write(self._steps.caches.kv.pieces(page), data)
             for page, data in zip(windows, prompt.windows, strict=True):
-                assert self._steps.windows is not None
-                self._write(self._steps.windows.pieces(page), data)
+                assert self._steps.caches.windows is not None
+                self._write(self._steps.caches.windows.pieces(page), data)
             first = len(pages) - len(windows)
             pool.store(tokens, key, pages, None, [0] * first + windows, first)
             if len(prompt.state):
                 place = pool.store_snapshot(tokens, key, pages)
-                saved = self._steps.saved
+                saved = self._steps.caches.saved
                 assert saved is not None
                 if place is not None and self._has_place(place):
                     self._write(saved.pieces(place), prompt.state)
@@ -312,7 +316,7 @@ class HostTier:
 
     def _has_place(self, place: int) -> bool:
         """Whether there is memory for this place; if not, there are no more places from now on."""
-        saved = self._steps.saved
+        saved = self._steps.caches.saved
         assert saved is not None
         try:
             saved.reserve(place + 1)
@@ -345,9 +349,9 @@ class HostTier:
     def _pieces(self, name: Name, number: int) -> Sequence[Piece]:
         """Where a page, or the place of a state, lies on the GPU."""
         if not name.is_state:
-            return self._steps.cache.pieces(number)
-        assert self._steps.saved is not None
-        return self._steps.saved.pieces(number)
+            return self._steps.caches.kv.pieces(number)
+        assert self._steps.caches.saved is not None
+        return self._steps.caches.saved.pieces(number)
 
     def _size(self, name: Name) -> int:
         return sum(piece.nbytes for piece in self._pieces(name, 0))

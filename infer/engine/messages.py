@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from infer.engine.options import EngineOptions
-from infer.engine.token_engine import EngineStats
+from infer.engine.token_engine import EngineStats, Request
 from infer.kernels.errors import InferError
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.models.blocks.layers import DecoderConfig
 from infer.models.loading.plan import Summary
-from infer.sampling import Logprobs, SamplingParams
+from infer.sampling import Logprobs
 
 _LENGTH = struct.Struct("<Q")
 
@@ -70,12 +70,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Begin:
-    """Begins an answer. options: further arguments of `Engine.generate`."""
+    """Begins an answer, without its constraint: the engine's process makes it from the params."""
 
     key: int
-    prompt: Sequence[int]
-    params: SamplingParams
-    options: Mapping[str, Any]
+    request: Request
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,9 @@ class Resident:
         self.unknown: set[int] = set()
         self._rows: tuple[int, ...] | None = None  # slots of the rows of the next step
 
+    def drop(self) -> None:
+        """Nothing is recorded here."""
+
     def begin(self, answer: Answer, slot: int) -> None:
         """The answer's sequence was given this slot, perhaps once more."""
         ids, prompt = answer.sequence.tokens, len(answer.prompt)
@@ -49,14 +52,15 @@ class Resident:
     def rotate_for(self, length: int) -> None:
         """Write the rotary table of this length (`table_length`), unless it is there."""
         if length != self.table_length:
-            table = rope_table(self._rope, self._steps.positions, length)
-            self._steps.device.write(self._steps.rope.table, table)
+            table = rope_table(self._rope, self._steps.caches.positions, length)
+            self._steps.device.write(self._steps.caches.rope.table, table)
             self.table_length = length
 
     def give_pages(self, slot: int, pages: Sequence[int], windows: Sequence[int] = ()) -> None:
-        _assign(self._steps.cache, slot, self.pages, pages)
-        if self._steps.windows is not None:
-            _assign(self._steps.windows, slot, self.windows, windows)
+        caches = self._steps.caches
+        _assign(caches.kv, slot, self.pages, pages)
+        if caches.windows is not None:
+            _assign(caches.windows, slot, self.windows, windows)
 
     # Rows
 

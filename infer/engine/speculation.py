@@ -252,7 +252,9 @@ class ModelGuess(Guess):
 class Speculation:
     """Decides how many tokens to draft for each of some sequences. kinds: the row counts that steps
     with drafts can have, the smallest first. measures: draft only if that promises more tokens a
-    second than decoding without; else always."""
+    second than decoding without; else always. is_on: whether anything may be drafted."""
+
+    is_on = True
 
     def __init__(
         self,
@@ -336,6 +338,21 @@ class Speculation:
         """The ids that the rows of a step are taken to have sampled; a benchmark decrees others.
         drafts: the drafted token of each row; None for the row of a known token."""
         return ids
+
+
+class NoSpeculation(Speculation):
+    """Nothing is ever drafted."""
+
+    is_on = False
+
+    def __init__(self) -> None:
+        super().__init__((), measures=False)
+
+    def guess(self, held: Held | None = None) -> Guess | None:
+        return None
+
+    def measured(self, sequences: int, kind: Hashable, seconds: float) -> None:
+        pass
 
 
 class ModelSpeculation(Speculation):

@@ -34,6 +34,27 @@ class Step:
     logprobs: Logprobs | None = None
 
 
+@dataclass(frozen=True)
+class Request:
+    """What an answer is to be. params: `resolved`. stop_ids: tokens that end it. with_logits: the
+    logits of every step are read back, too. logits_processor: with it numpy chooses the tokens.
+    constraint: the one that params ask for. adapter: one of the engine's `adapter_names`.
+    cache_salt: what is cached is found by those alone who give the same. priority: lower ones begin
+    first. generated: tokens after the prompt that are there already; what comes is what would have
+    come after them."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    stop_ids: Sequence[int] = ()
+    with_logits: bool = False
+    logits_processor: LogitsProcessor | None = None
+    constraint: Constraint | None = None
+    adapter: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    generated: Sequence[int] = ()
+
+
 @dataclass
 class Timings:
     """Times and counts of one answer: seconds to the first token, and from there to the last;
@@ -195,25 +216,38 @@ class TokenEngine(ABC):
                 answer.timed_out = True
                 return None
 
-    @abstractmethod
     def generate(
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
         stop_ids: Sequence[int] = (),
+        with_logits: bool = False,
         logits_processor: LogitsProcessor | None = None,
         constraint: Constraint | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> TokenAnswer:
-        """The tokens after the prompt, until a stop id, max_tokens or the end of the context.
+        """The tokens after the prompt, until a stop id, max_tokens or the end of the context. The
+        arguments are those of `Request`."""
+        return self.answer(
+            Request(
+                prompt_ids,
+                params,
+                stop_ids=stop_ids,
+                with_logits=with_logits,
+                logits_processor=logits_processor,
+                constraint=constraint,
+                adapter=adapter,
+                cache_salt=cache_salt,
+                priority=priority,
+            )
+        )
 
-        params: `resolved`. With a logits_processor numpy chooses. constraint: the one that params
-        ask for. adapter: one of `adapter_names`. cache_salt: what is cached is found by those alone
-        who give the same. priority: lower ones begin first.
-        """
+    @abstractmethod
+    def answer(self, request: Request) -> TokenAnswer:
+        """Begin an answer. Raises RequestError for a prompt or an adapter that cannot be."""
 
     @abstractmethod
     def cancel(self, answer: Any) -> None:

@@ -127,9 +127,9 @@ class _Worker:
             progress = _seldom(lambda *report: self._pipe.send(Progress(*report)))
             llm = load(order.model, **order.options, offline=True, progress=progress)
         params = SamplingParams().resolved(llm.defaults)
-        llm.engine.warm_up(min(_WARM_TOKENS, llm.context - 1), params)
+        llm.engine.runner.warm_up(min(_WARM_TOKENS, llm.context - 1), params)
         if not llm.device.software:  # there it takes too long for what may never come
-            llm.engine.compile_batches(params)
+            llm.engine.runner.compile_batches(params)
         ours = [w for w in caught if issubclass(w.category, InferWarning)]
         for w in caught:
             if w not in ours:
@@ -183,7 +183,7 @@ class _Worker:
     def _take(self, message: object, engine: Engine) -> None:
         match message:
             case Begin(key):
-                if message.params.masked:
+                if message.request.params.masked:
                     self._compiling.add(key)
                     self._compilers.submit(self._compile, message)
                 else:
@@ -207,7 +207,7 @@ class _Worker:
         """Runs in a thread of its own: large schemas take seconds."""
         constraint: Constraint | InferError | None
         try:
-            constraint = self._llm.constraint(message.params)
+            constraint = self._llm.constraint(message.request.params)
         except Exception as error:
             constraint = _sendable(error)
         self._inbox.put(_Compiled(message, constraint))
@@ -219,9 +219,8 @@ class _Worker:
         try:
             if isinstance(constraint, InferError):
                 raise constraint
-            self._answers[message.key] = engine.generate(
-                message.prompt, message.params, constraint=constraint, **message.options
-            )
+            request = replace(message.request, constraint=constraint)
+            self._answers[message.key] = engine.answer(request)
         except InferError as error:
             self._pipe.send(Made((), (), (), [(message.key, error)]))
 
