@@ -34,7 +34,7 @@ def is_idle(llm: LLM) -> bool:
     llm.generate("One", max_tokens=1)
     engine = llm.engine
     step = engine.scheduler.next(lambda position: 1)
-    return not (engine.pool.stats.in_use or engine._answers or step)
+    return not (engine.pool.stats.in_use or engine.jobs.of or step)
 
 
 async def text_of(llm: LLM, prompt: str) -> str:

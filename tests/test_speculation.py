@@ -379,7 +379,7 @@ def test_a_drafter_begins_while_the_prompt_is_computed(engine_of: Callable[..., 
     engine = engine_of("llama", prefill_chunk=16)
     with pytest.MonkeyPatch.context() as patch:
         speculation = Speculation([8], measures=False, drafter=Noted)
-        patch.setattr(engine.verification, "speculation", speculation)
+        patch.setattr(engine.runner, "speculation", speculation)
         ids = prompts_of("llama")[0][:40]
         engines.answer(engine, ids, 1)
         params = SamplingParams(max_tokens=3, temperature=0.0).resolved({})
