@@ -36,6 +36,7 @@ from infer.engine.answers import Answer
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.engine.steps import Loaded
+from infer.engine.token_engine import Request
 from infer.kernels.checks.forward import Forward
 from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryError, RequestError
@@ -420,13 +421,13 @@ def serving(
 def begun(engine: Engine) -> list[Answer]:
     """All that the engine begins from now on."""
     answers: list[Answer] = []
-    generate = engine.generate
+    begin = engine.answer
 
-    def noting(ids: Sequence[int], params: SamplingParams, **options: Any) -> Answer:
-        answers.append(generate(ids, params, **options))
+    def noting(request: Request) -> Answer:
+        answers.append(begin(request))
         return answers[-1]
 
-    engine.generate = noting  # type: ignore[assignment]
+    engine.answer = noting  # type: ignore[method-assign]
     return answers
 
 

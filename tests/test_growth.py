@@ -69,8 +69,8 @@ def test_an_answer_outgrows_the_first_pages(made: Make, case: str, kv_dtype: str
     found = answer(small, prompt, 200)
     assert found.token_ids == expected.token_ids
     np.testing.assert_array_equal(found.logits, expected.logits)
-    assert pages_of(small) == small.steps.caches.kv.n_pages
-    assert 6 <= small.steps.caches.kv.n_pages <= small.options.pages
+    assert pages_of(small) == small.runner.caches.kv.n_pages
+    assert 6 <= small.runner.caches.kv.n_pages <= small.options.pages
     # And what it has left in the cache is found.
     both = [*prompt, *found.token_ids]
     assert answer(small, both, 5).token_ids == answer(whole, both, 5).token_ids

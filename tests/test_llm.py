@@ -1398,7 +1398,7 @@ def test_one_engine_is_built_to_find_a_context(llm: LLM, monkeypatch: pytest.Mon
     built, init = [], infer.memory.Engine.__init__
 
     def building(self: Engine, *arguments: Any) -> None:
-        built.append(arguments[3].context)
+        built.append(arguments[2].context)
         init(self, *arguments)
 
     model, limits = llm.engine.model, llm.device.limits

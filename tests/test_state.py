@@ -443,4 +443,4 @@ def test_a_state_costs_the_same_in_any_context(device: Device, tmp_path: Path) -
         short, long = (build_engine(device, folder, context=n) for n in (256, 512))
         sizes = [[b.nbytes for s in layer_states(e) for b in s.buffers] for e in (short, long)]
         assert sizes[0] == sizes[1] == 2 * [4 * 2 * 64]
-        assert len(long.steps.caches.kv.layers) == 1
+        assert len(long.runner.caches.kv.layers) == 1

@@ -18,6 +18,7 @@ from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.engine.pages import Match
 from infer.engine.scheduler import Scheduler, Sequence
+from infer.engine.steps import Loaded
 from infer.kernels.errors import OutOfMemoryError
 from infer.kernels.gpu.device import Buffer, Device, DryDevice, Limits
 from infer.kernels.state.kv_cache import PAGE
@@ -52,7 +53,7 @@ def made(own_device: Device, tmp_path_factory: pytest.TempPathFactory) -> Make:
         folder = write(case, tmp_path_factory.mktemp(case) / case, window)
         with pytest.MonkeyPatch.context() as patch:
             if not apart:
-                patch.setattr(infer.engine.steps, "window_pages", lambda *_: 0)
+                patch.setattr(infer.engine.caches, "window_pages", lambda *_: 0)
             if options.get("speculate") == "draft":
                 options["draft"] = folder
             engine = build_engine(own_device, folder, **OPTIONS | options)
@@ -302,7 +303,7 @@ def test_memory_is_counted() -> None:
     device = DryDevice(limits, None)
     weights = {weight.name: weight.allocate(device) for weight in count.plan.weights}
     before = device.allocated
-    engine = Engine(device, model, weights, options)
+    engine = Engine(device, Loaded(model, weights), options)
     assert engine.runner.caches.windows is not None
     start = device.allocated
     engine.runner.grow(options.pages, engine.runner.caches.window_pages)
