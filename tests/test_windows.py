@@ -162,7 +162,7 @@ def test_a_load(made: Make, case: str, load: str, monkeypatch: pytest.MonkeyPatc
     assert stats.cache.in_use == len(windows._count) == 0
     assert (stats.drafts > 0) == (options.get("speculate") is not None)
     assert windows.touched <= windows.pages < engine.options.pages
-    assert engine.runner.n_pages == (
+    assert engine.runner.room == (
         engine.runner.caches.kv.n_pages,
         engine.runner.caches.windows.n_pages,
     )
@@ -306,7 +306,7 @@ def test_memory_is_counted() -> None:
     engine = Engine(device, Loaded(model, weights), options)
     assert engine.runner.caches.windows is not None
     start = device.allocated
-    engine.runner.grow(options.pages, engine.runner.caches.window_pages)
+    engine.runner.grow((options.pages, engine.runner.caches.window_pages))
     assert device.allocated - before + count._weight_bytes <= need.total
     sizes = [
         b.nbytes

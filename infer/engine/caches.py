@@ -120,6 +120,11 @@ class Caches:
         return [self.kv, *([] if self.windows is None else [self.windows])]
 
     @property
+    def n_pages(self) -> tuple[int, int]:
+        """Pages that there is memory for: of most layers, and of those with a window."""
+        return self.kv.n_pages, 0 if self.windows is None else self.windows.n_pages
+
+    @property
     def positions(self) -> int:
         """How many positions of a sequence there are pages for now, at most the context."""
         return min(self.context, self.kv.n_pages * PAGE)

@@ -16,8 +16,7 @@ from operator import or_
 from typing import NamedTuple
 
 from infer.engine import scheduler
-from infer.engine.answers import Answer
-from infer.engine.jobs import Jobs
+from infer.engine.answers import Answer, Jobs
 from infer.engine.masks import Masks
 from infer.engine.recordings import Recipe
 from infer.engine.runner import Runner
@@ -96,7 +95,8 @@ class Decoding:
         if batch is None or batch.sequences != work.sequences:
             batch = self.batch = self._new_batch(work.sequences)
         resident, longest = self._runner.resident, 0
-        resident.rotate_for(batch.table_length)
+        if resident.table_length != batch.table_length:
+            resident.rotate_for(batch.table_length)
         for sequence, slot in zip(batch.sequences, batch.slots, strict=True):
             longest = max(longest, sequence.computed)
             known = len(resident.pages[slot])
@@ -149,12 +149,12 @@ class Decoding:
         if resident.unknown:
             for sequence in batch.sequences:
                 if sequence.slot in resident.unknown:
-                    resident.set_next(self._answer(sequence))
+                    resident.set_next(sequence, self._answer(sequence).adapter)
         self._drop_other_body(batch, longest)
         joins = resident.take(batch.slots)
         if not self._awaits_tokens(batch):
             recording = batch.joins if joins else batch.recording
-            failed = self._masks.make(batch.masked)
+            failed = self._masks.make(batch.masked) if batch.masked else []
             of = recording, len(batch.slots), longest, batch.wanted, self.read
             self._runner.submissions.submit(*of)
             return failed
@@ -180,9 +180,9 @@ class Decoding:
 
     def read(self, step: InFlight, results: Read, before: float, now: float) -> None:
         """Take in the results of a step. before: when the one before it was read."""
-        if step.since <= before or self._runner.submissions.ahead == 1:
-            sequences = len(step.wanted.rows)
-            self._runner.speculation.measured(sequences, 0, now - begun(step, before))
+        speculation = self._runner.speculation
+        if speculation.is_on and (step.since <= before or self._runner.submissions.ahead == 1):
+            speculation.measured(len(step.wanted.rows), 0, now - begun(step, before))
         self._jobs.take(step.wanted.rows, results, now)
 
     def _awaits_tokens(self, batch: Batch) -> bool:

@@ -20,13 +20,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.engine.answers import Answer, Job
+from infer.engine.answers import Answer, Job, Jobs
 from infer.engine.cache_file import CacheFiles
 from infer.engine.decoding import Decoding
 from infer.engine.drafter import Drafter
 from infer.engine.host_cache import HostCache
 from infer.engine.host_tier import HostTier, Restore
-from infer.engine.jobs import Jobs
 from infer.engine.masks import Masks
 from infer.engine.options import EngineOptions
 from infer.engine.pages import PagePool
@@ -125,6 +124,7 @@ class Engine(TokenEngine):
 
     def speculate(self, speculation: Speculation, drafter: Drafter | None = None) -> None:
         """Draft by another rule from now on. drafter: None: no model drafts."""
+        self.verification.drop()
         self.runner.speculation, self.runner.drafter = speculation, drafter or Drafter()
         self.scheduler.in_step = False
 
@@ -315,15 +315,20 @@ class Engine(TokenEngine):
         while len(in_flight) < self.options.ahead and not self.decoding.is_held:
             if in_flight and in_flight[-1].tells_pace and not pace.known:
                 break  # its time is to be measured first
-            self.verification.choose()
+            if self.runner.speculation.is_on:
+                self.verification.choose()
             work = self.scheduler.next(self._most_rows())
-            self.tier.take_out()
-            self.jobs.save_states()
-            if self.runner.lacks(*self._touched) and not self._has_grown():
+            if self.pool.evicted:
+                self.tier.take_out()
+            if self.scheduler.to_save:
+                self.jobs.save_states()
+            touched, room = self._touched, self.runner.room
+            if (touched[0] > room[0] or touched[1] > room[1]) and not self._has_grown():
                 break
             if work is None:
                 break
-            self.jobs.end_failed(self._submit(work))
+            if failed := self._submit(work):
+                self.jobs.end_failed(failed)
             self.pool.unsaved.clear()
 
     def _submit(self, work: Sequence[Prefill] | Decode) -> list[Answer]:
@@ -334,7 +339,8 @@ class Engine(TokenEngine):
                 self.decoding.batch = None  # a sequence may have had another slot
             return self.prefilling.submit(work)
         batch, longest = self.decoding.begin(work)
-        if self.verification.takes(work, batch):
+        may_verify = self.runner.speculation.is_on or work.drafts or work.behind
+        if may_verify and self.verification.takes(work, batch):
             return self.verification.submit(work, batch, longest)
         return self.decoding.submit(batch, longest)
 
@@ -352,9 +358,11 @@ class Engine(TokenEngine):
         self._is_whole = False
         submissions.in_flight.popleft()
         before, self._read_at = self._read_at, time.perf_counter()
-        self.tier.collect()
+        if self.tier.outgoing:
+            self.tier.collect()
         step.take(step, results, before, self._read_at)
-        self.jobs.end_failed(self.decoding.go_on())
+        if self.decoding.is_held:
+            self.jobs.end_failed(self.decoding.go_on())
         self._is_whole = True
 
     # Memory
@@ -368,11 +376,11 @@ class Engine(TokenEngine):
     def _has_grown(self) -> bool:
         """Have memory for all pages that are used. Returns False if there is none: then the answers
         that have pages without memory end with that error, and others go on with an empty cache."""
-        n_pages = self.runner.n_pages
+        room = self.runner.room
         try:
-            self.runner.grow(*self._touched)
+            self.runner.grow(self._touched)
         except OutOfMemoryError as error:
-            self.jobs.fail(error, *n_pages)
+            self.jobs.fail(error, *room)
             self._recover()
             return False
         return True

@@ -55,7 +55,7 @@ class Restore:
 
 class HostTier:
     """Moves what the pool of one engine evicts to a cache in host memory, and back; and prompts to
-    files and back."""
+    files and back. outgoing: what is on its way to the host."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class HostTier:
         self._steps, self._pool, self.cache = steps, pool, cache
         self._submissions = submissions
         self._device, self._seconds_of, self._taken = steps.device, seconds_of, taken
-        self._outgoing = deque[_Outgoing]()
+        self.outgoing = deque[_Outgoing]()
         self._bytes_in = 0
         self._seconds_in = 0.0  # that these took to come back
         self.forget()
@@ -80,9 +80,9 @@ class HostTier:
     def forget(self) -> None:
         """Assume nothing about what the GPU has, nor about what is on its way from there."""
         self._pool.evicted = [] if self.cache.capacity else None
-        for batch in self._outgoing:
+        for batch in self.outgoing:
             self._device.destroy([batch.staging])
-        self._outgoing.clear()
+        self.outgoing.clear()
 
     # To the host
 
@@ -103,8 +103,8 @@ class HostTier:
             self._send_out(batch, nbytes)
 
     def _send_out(self, batch: list[tuple[Name, int]], nbytes: int) -> None:
-        if len(self._outgoing) >= _WAITING:
-            self._collect(self._outgoing.popleft())
+        if len(self.outgoing) >= _WAITING:
+            self._collect(self.outgoing.popleft())
         staging, at, copies = self._device.acquire(nbytes, "read"), 0, list[Copy]()
         for name, number in batch:
             for piece in self._pieces(name, number):
@@ -115,15 +115,13 @@ class HostTier:
         except BaseException:  # an interrupt
             self._device.release(staging)
             raise
-        self._outgoing.append(
-            _Outgoing(batch, staging, nbytes, submission, self._submissions.count)
-        )
+        self.outgoing.append(_Outgoing(batch, staging, nbytes, submission, self._submissions.count))
 
     def collect(self) -> None:
         """Take in what has come: all that was submitted before a step that is done."""
         done = self._submissions.count - len(self._submissions.in_flight)
-        while self._outgoing and self._outgoing[0].step < done:
-            self._collect(self._outgoing.popleft())
+        while self.outgoing and self.outgoing[0].step < done:
+            self._collect(self.outgoing.popleft())
 
     def _collect(self, batch: _Outgoing) -> None:
         words = self._submissions.queue.read(batch.staging, batch.nbytes, batch.submission)
@@ -139,10 +137,10 @@ class HostTier:
     def plan(self, tokens: Sequence[int], key: Hashable) -> Restore | None:
         """What is to be brought back for a prompt; None if nothing is, or if it would be computed
         as fast. Its last token is computed in any case."""
-        if not self.cache.nbytes and not self._outgoing:
+        if not self.cache.nbytes and not self.outgoing:
             return None
-        while self._outgoing:
-            self._collect(self._outgoing.popleft())
+        while self.outgoing:
+            self._collect(self.outgoing.popleft())
         has_states = self._steps.caches.saved is not None
         own, size = tokens[: len(tokens) - 1], self._pool.page_size
         pages, cached = self._pool.path(own, key)

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from infer.engine import scheduler
-from infer.engine.answers import Answer
+from infer.engine.answers import Answer, Jobs
 from infer.engine.constraint import Asked
-from infer.engine.jobs import Jobs
 from infer.kernels.errors import RequestError
 from infer.kernels.state.sampler import Sampler
 

@@ -135,7 +135,8 @@ def _windows(match: Match) -> list[int]:
 
 
 class PagePool:
-    """All pages of a cache, and the snapshots of states for models whose layers have one."""
+    """All pages of a cache, and the snapshots of states for models whose layers have one. touched:
+    how many of the first pages have been used: those behind them need no memory yet."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class PagePool:
         self.windows = windows
         self._count = Counter[int]()  # references
         self._free: list[int] = []  # those that were used before, and
-        self._unused = 0  # all from here on
+        self.touched = 0  # all from here on
         self._roots: dict[Hashable, _Node] = {}
         self._nodes: dict[int, _Node] = {}  # of pages that are cached, and of twins
         # Nodes that are not active, in the order in which they became so: children before parents.
@@ -170,12 +171,12 @@ class PagePool:
     @property
     def available(self) -> int:
         """Pages that can be allocated: those that are free, and those that can be evicted."""
-        return self.pages - self._unused + len(self._free) + len(self._idle)
+        return self.pages - self.touched + len(self._free) + len(self._idle)
 
     @property
     def stats(self) -> PoolStats:
         in_use = len(self._count)
-        free = self.pages - self._unused + len(self._free)
+        free = self.pages - self.touched + len(self._free)
         return PoolStats(
             in_use,
             self.pages - in_use - free,
@@ -187,11 +188,6 @@ class PagePool:
             self.snapshots.places,
         )
 
-    @property
-    def touched(self) -> int:
-        """How many of the first pages have been used: those behind them need no memory yet."""
-        return self._unused
-
     def pages_for(self, positions: int) -> int:
         return -(-positions // self.page_size)
 
@@ -200,9 +196,9 @@ class PagePool:
         if there are not so many."""
         if count > self.available:
             return None
-        fresh = range(self._unused, min(self.pages, self._unused + count - len(self._free)))
+        fresh = range(self.touched, min(self.pages, self.touched + count - len(self._free)))
         self._free += fresh[::-1]
-        self._unused += len(fresh)
+        self.touched += len(fresh)
         while len(self._free) < count:
             node = next(iter(self._idle.values()))
             if self.evicted is not None:
@@ -244,7 +240,7 @@ class PagePool:
 
     def reset(self) -> None:
         """Nothing is referenced or cached."""
-        self._free, self._unused = [], 0
+        self._free, self.touched = [], 0
         self._count.clear()
         self._roots.clear()
         self._nodes.clear()

@@ -7,9 +7,8 @@ from functools import partial, reduce
 from itertools import accumulate
 from operator import or_
 
-from infer.engine.answers import Answer, Job
+from infer.engine.answers import Answer, Job, Jobs
 from infer.engine.drafter import Known
-from infer.engine.jobs import Jobs
 from infer.engine.kinds import Kind
 from infer.engine.masks import Masks
 from infer.engine.recordings import Recipe
@@ -92,7 +91,9 @@ class Prefilling:
         for part, job, slot in zip(work, jobs, slots, strict=True):
             sequence = part.sequence
             if part.first and isinstance(job, Answer):
-                runner.resident.begin(job, slot)
+                generated = sequence.tokens[len(job.prompt) :]
+                of = job.prompt, generated, job.params, job.stop_ids
+                runner.resident.begin(slot, *of)
             runner.resident.give_pages(slot, sequence.pages, sequence.window_pages)
             if part.copy is not None:
                 positions = part.start % PAGE

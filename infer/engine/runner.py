@@ -47,7 +47,8 @@ class Runner:
 
     speculation: decides how many tokens are drafted, and drafter drafts them where a model does.
     lead: rows computed again before those of a partly cached prompt, for their hidden state.
-    holders: all that keep an account of the GPU.
+    holders: all that keep an account of the GPU. room: pages that there is memory for, of most
+    layers and of those with a window.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Runner:
         self.recordings = Recordings(self.steps, self.sampler)
         self.submissions = Submissions(self.steps, self.sampler, options)
         self.holders: list[Holder] = [self.resident, self.recordings]
+        self.room = self.caches.n_pages
 
     def _speculation(self, by_model: bool, goes_on: bool) -> Speculation:
         kinds, measures = self.kinds.draft_rows, self.options.speculate == "auto"
@@ -185,44 +187,41 @@ class Runner:
         for holder in self.holders:
             holder.forget()
 
-    @property
-    def n_pages(self) -> tuple[int, int]:
-        """Pages that there is memory for: of the cache, and of layers with a window."""
-        windows = self.caches.windows
-        return self.caches.kv.n_pages, 0 if windows is None else windows.n_pages
+    def lacks(self, pages: tuple[int, int]) -> bool:
+        """Whether there is not memory for so many pages of most layers, and of those with a
+        window."""
+        return pages[0] > self.room[0] or pages[1] > self.room[1]
 
-    def lacks(self, pages: int, windows: int) -> bool:
-        """Whether there is not memory for so many pages, and so many of layers with a window."""
-        now, windows_now = self.n_pages
-        return pages > now or windows > windows_now
-
-    def grow(self, least: int, least_windows: int) -> None:
-        """Have memory for so many pages, and so many of layers with a window; of each where that is
-        more than now, for half as many more than now. The first use of each page comes after this.
-        Raises OutOfMemoryError."""
-        now, windows_now = self.n_pages
-        n_pages = _grown(now, least, self.options.pages)
-        windows = _grown(windows_now, least_windows, self.caches.window_pages)
+    def grow(self, least: tuple[int, int]) -> None:
+        """Have memory for so many pages, of most layers and of those with a window; of each where
+        that is more than now, for half as many more than now. The first use of each page comes
+        after this. Raises OutOfMemoryError."""
+        most = self.options.pages, self.caches.window_pages
+        n_pages, windows = map(_grown, self.room, least, most)
         for holder in self.holders:
             holder.drop()
-        self.steps.grow(n_pages, self.resident.table_length, windows)
-        self.drafter.grow(n_pages)
+        try:
+            self.steps.grow(n_pages, self.resident.table_length, windows)
+            self.drafter.grow(n_pages)
+        finally:
+            self.room = self.caches.n_pages
 
     def place_first(self) -> None:
         """Give sequence 0 the first pages, as many as a context needs."""
-        pages, windows = -(-self.options.context // PAGE), self.caches.window_pages
-        if self.lacks(pages, windows):
-            self.grow(pages, windows)
+        pages = -(-self.options.context // PAGE), self.caches.window_pages
+        if self.lacks(pages):
+            self.grow(pages)
         # Pages for a window take turns: there are enough for it and the rows of a step.
-        of_windows = [i % windows for i in range(pages)] if windows else ()
-        self.resident.give_pages(0, range(pages), of_windows)
+        count, windows = pages
+        of_windows = [i % windows for i in range(count)] if windows else ()
+        self.resident.give_pages(0, range(count), of_windows)
 
     def takes(self, pages: Sequence[int], touched: tuple[int, int]) -> bool:
         """Whether there is memory for these pages, which hold something else from here on. touched:
-        how many there has to be memory for, as `n_pages`."""
+        how many there has to be memory for in all."""
         try:
-            if self.lacks(*touched):
-                self.grow(*touched)
+            if self.lacks(touched):
+                self.grow(touched)
         except OutOfMemoryError:
             return False
         self.drafter.forget_pages(pages)

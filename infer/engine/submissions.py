@@ -151,6 +151,8 @@ class Submissions:
         if logprobs:
             nbytes = LOGPROBS_BYTES * rows
             copies.append(Copy((sampler.logprobs, 0), (staging.logprobs, 0), nbytes))
+        if not logits_of:
+            return copies
         row, nbytes = 4 * stride(sampler.vocab_size), 4 * sampler.vocab_size
         for at, i in enumerate(logits_of):
             to = staging.rows(len(logits_of) * row), at * row

@@ -15,10 +15,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from infer.engine import scheduler
-from infer.engine.answers import Answer
+from infer.engine.answers import Answer, Jobs
 from infer.engine.decoding import Batch, begun
 from infer.engine.drafter import Drafting
-from infer.engine.jobs import Jobs
 from infer.engine.masks import Masks, Place
 from infer.engine.recordings import Recipe
 from infer.engine.runner import Runner

@@ -59,7 +59,8 @@ class Holder(Protocol):
 
 
 class WindowPages:
-    """All pages of layers with a window. window: how many positions the widest of them sees."""
+    """All pages of layers with a window. window: how many positions the widest of them sees.
+    touched: how many of the first pages have been used: those behind them need no memory yet."""
 
     def __init__(self, pages: int, window: int) -> None:
         self.pages, self.window = pages, window
@@ -69,25 +70,20 @@ class WindowPages:
         """Nothing is referenced or cached. The holders are gone."""
         self._count = Counter[int]()  # references
         self._free: list[int] = []  # those that were used before, and
-        self._unused = 0  # all from here on
+        self.touched = 0  # all from here on
         self._holders: dict[int, Holder] = {}  # of pages that are cached
         # Pages that are cached alone, the least recently used first; those that go before them.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._passed: OrderedDict[int, None] = OrderedDict()
-
-    @property
-    def touched(self) -> int:
-        """How many of the first pages have been used: those behind them need no memory yet."""
-        return self._unused
 
     def allocate(self, count: int) -> list[int]:
         """Returns so many pages, each referenced once, for which others are evicted: at first those
         that were passed."""
         taken = []
         for _ in range(count):
-            if not self._free and self._unused < self.pages:
-                self._free.append(self._unused)
-                self._unused += 1
+            if not self._free and self.touched < self.pages:
+                self._free.append(self.touched)
+                self.touched += 1
             if not self._free:
                 idle = self._passed or self._idle
                 assert idle, "more window pages are referenced than there can be"
