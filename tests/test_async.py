@@ -13,8 +13,7 @@ import pytest
 
 import infer
 from infer import LLM
-from infer.engine.engine import Events
-from infer.engine.scheduler import Decode, Prefill
+from infer.engine.scheduler import Decode, Events, Prefill
 from infer.hub import DEMO
 
 pytestmark = pytest.mark.demo

@@ -703,7 +703,8 @@ class Timed(measure.EngineBench):
     def __init__(self, per_token: float, context: int) -> None:
         own = {"context": context, "vocab_size": 9, "forget": lambda: None}
         runner = SimpleNamespace(drafter=None)
-        engine: Any = SimpleNamespace(**own, runner=runner, speculate=lambda _: None)
+        verification = SimpleNamespace(draft_by=lambda _: None)
+        engine: Any = SimpleNamespace(**own, runner=runner, verification=verification)
         super().__init__(engine, 1e9, 1, lambda *_: None)
         self.per_token = per_token
 

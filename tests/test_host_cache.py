@@ -160,10 +160,10 @@ def test_a_request_may_end_while_its_pages_come_back(device: Device, tmp_path: P
         agents.ask(other)
         answer = engine.generate(prompt, SamplingParams(max_tokens=1).resolved({}))
         engine.wait(iter([False, True]).__next__)
-        assert len(engine._restoring) == 1
+        assert len(engine.restoring.waiting) == 1
         answer.close()
         engine.settle()
-        assert not engine._restoring
+        assert not engine.restoring.waiting
         assert engine.pool.stats.in_use == 0
         assert not engine.jobs.of
         agents.ask(prompt)
@@ -181,7 +181,7 @@ def test_an_interrupt_loses_no_answer(
         answer = engine.generate(prompt, SamplingParams(max_tokens=4).resolved({}))
         for _ in range(2):
             engine.wait(iter([False, True]).__next__)
-        assert len(engine._restoring) == 1
+        assert len(engine.restoring.waiting) == 1
 
         def interrupted(*args: Any) -> None:
             raise KeyboardInterrupt

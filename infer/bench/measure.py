@@ -157,7 +157,7 @@ class EngineBench:
         self.repeats, self.progress = repeats, progress
         # Nothing is drafted but in tests of drafts.
         self.drafter = engine.runner.drafter
-        engine.speculate(NoSpeculation())
+        engine.verification.draft_by(NoSpeculation())
 
     def sizes(
         self, prompt: int | None, decode: int | None, repeats: int | None, depth: int
@@ -284,7 +284,7 @@ class EngineBench:
         engine.forget()
         decreed = DecreedModel if self.drafter.steps else Decreed
         of = engine.runner.kinds.draft_rows, accept, count, engine.vocab_size
-        engine.speculate(decreed(*of), self.drafter)
+        engine.verification.draft_by(decreed(*of), self.drafter)
         step_tokens: list[float] = []
 
         def run() -> float:
@@ -312,7 +312,7 @@ class EngineBench:
         try:
             (seconds,) = self._repeat(test, run)
         finally:
-            engine.speculate(NoSpeculation())
+            engine.verification.draft_by(NoSpeculation())
         tps, spread = _tps(rows * tokens, seconds)
         step = statistics.fmean(step_tokens)
         many_rows = rows if rows > 1 else None

@@ -16,7 +16,7 @@ from infer.engine.scheduler import Scheduler
 from infer.engine.speculation import Guess, Held
 from infer.engine.submissions import Read
 from infer.engine.token_engine import Request, Step, Timings, TokenAnswer, TokenEngine
-from infer.kernels.errors import InferError, ModelError
+from infer.kernels.errors import InferError, ModelError, OutOfMemoryError
 from infer.kernels.state.sampler import INVALID_TOKEN, SamplerChain
 from infer.kernels.state.step import NO_TOKEN
 from infer.models.blocks.rope import same_until, table_length
@@ -321,13 +321,19 @@ class Jobs:
         for answer in answers:
             self.end(answer, at_once=True)
 
-    def fail(self, error: InferError, pages: int, window_pages: int) -> None:
-        """End, with that error, those that have pages beyond so many, or pages of layers with a
-        window beyond so many."""
-        for sequence, job in self.of.items():
-            own = sequence.window_pages[sequence.first_window :]
-            if max(sequence.pages, default=0) >= pages or max(own, default=-1) >= window_pages:
-                job.error, job.ended = error, True
+    def grow(self, pages: tuple[int, int]) -> bool:
+        """Have memory for so many pages, as `Runner.grow`. Returns False if there is none: then
+        those that have pages without memory end with that error."""
+        had, had_windows = self._runner.room
+        try:
+            self._runner.grow(pages)
+        except OutOfMemoryError as error:
+            for sequence, job in self.of.items():
+                own = sequence.window_pages[sequence.first_window :]
+                if max(sequence.pages, default=0) >= had or max(own, default=-1) >= had_windows:
+                    job.error, job.ended = error, True
+            return False
+        return True
 
     def reset(self) -> None:
         """Those that have not ended go on from their known tokens, with nothing on the GPU."""

@@ -80,9 +80,9 @@ class Decoding:
     """Submits and reads steps without drafts. batch: of the latest step of any kind that has one
     row of each sequence, or drafts behind it."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, jobs: Jobs, masks: Masks) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler, jobs: Jobs) -> None:
         self._runner, self._scheduler = runner, scheduler
-        self._jobs, self._masks = jobs, masks
+        self._jobs, self._masks = jobs, Masks(runner.sampler, jobs)
         self.batch: Batch | None = None
         self._held: _Held | None = None
         self._body: _Body | None = None

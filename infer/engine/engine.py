@@ -15,45 +15,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from infer.engine.answers import Answer, Job, Jobs
-from infer.engine.cache_file import CacheFiles
 from infer.engine.decoding import Decoding
-from infer.engine.drafter import Drafter
-from infer.engine.host_cache import HostCache
-from infer.engine.host_tier import HostTier, Restore
-from infer.engine.masks import Masks
 from infer.engine.options import EngineOptions
-from infer.engine.pages import PagePool
 from infer.engine.prefill import Prefilling
-from infer.engine.runner import TAIL, Runner
-from infer.engine.scheduler import Decode, Prefill, Scheduler
-from infer.engine.speculation import Speculation
+from infer.engine.prompt_files import PromptFiles
+from infer.engine.restoring import Restoring
+from infer.engine.runner import Runner
+from infer.engine.scheduler import Decode, Events, Prefill
 from infer.engine.steps import Loaded
-from infer.engine.texts import Texts
 from infer.engine.token_engine import EngineStats, Request, Timings, TokenEngine
 from infer.engine.turns import Turns
 from infer.engine.verification import Verification
-from infer.engine.windows import WindowPages, window_of
-from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import Device
-from infer.kernels.state.kv_cache import PAGE
-from infer.sampling import Logprobs, SamplingParams
-
-
-class Events:
-    """What an engine tells of its steps, to whoever overrides these."""
-
-    def submits(self, work: Sequence[Prefill] | Decode) -> None:
-        """A step is submitted next."""
-
-    def filled(self) -> None:
-        """All that can be submitted is; the oldest step in flight is read next."""
 
 
 class Engine(TokenEngine):
@@ -75,45 +52,18 @@ class Engine(TokenEngine):
         self.context, self.vocab_size = options.context, self.config.vocab_size
         self.adapter_names = own.adapters.names
         self.runner = runner = Runner(device, own, options, draft)
-        caches, kinds = runner.caches, runner.kinds
-        self.pool = PagePool(
-            options.pages,
-            PAGE,
-            snapshots=0 if caches.saved is None else options.most_state_places,
-            windows=WindowPages(caches.window_pages, window_of(self.config))
-            if caches.window_pages
-            else None,
-        )
-        self.scheduler = Scheduler(
-            self.pool,
-            slots=options.max_batch,
-            context=options.context,
-            chunk=kinds.chunk - runner.lead * kinds.prompts,
-            ahead=options.ahead,
-            snapshot_tail=0 if caches.saved is None else TAIL,
-            prompts=kinds.prompts,
-        )
+        self.scheduler = runner.new_scheduler()
+        self.pool = self.scheduler.pool
         self.jobs = Jobs(runner, self.scheduler)
-        self.texts, masks = Texts(runner), Masks(runner.sampler, self.jobs)
-        self.prefilling = Prefilling(runner, self.jobs, masks, self.texts)
-        self.decoding = Decoding(runner, self.scheduler, self.jobs, masks)
-        self.verification = Verification(runner, self.scheduler, self.jobs, masks)
-        runner.holders += [self.verification, self.decoding, self.texts]
-        self.tier = HostTier(
-            runner.steps,
-            self.pool,
-            runner.submissions,
-            HostCache(options.host_cache),
-            lambda rows, at: runner.pace.seconds(rows, at) if runner.pace.known else 0.0,
-            self._takes,
-        )
-        has_windows = self.pool.windows is not None
-        of_weights = device, own.weights, own.adapters, options.kv_dtype, has_windows
-        self.files = CacheFiles(*of_weights)
+        self.prefilling = Prefilling(runner, self.jobs)
+        self.decoding = Decoding(runner, self.scheduler, self.jobs)
+        self.verification = Verification(runner, self.scheduler, self.jobs)
+        runner.holders += [self.verification, self.decoding, self.prefilling.texts]
+        self.restoring = Restoring(runner, self.scheduler, lambda: self._touched)
+        self.tier = self.restoring.tier
+        self.files = PromptFiles(runner, self.tier, self.jobs)
         self.turns, self.events = Turns(), Events()
         self._inbox: deque[Job] = deque()  # to begin, or to cancel
-        # Answers whose pages come back from the host, before they are added to the scheduler.
-        self._restoring: deque[tuple[Restore, Job]] = deque()
         self._is_whole = True  # False during a change that an interrupt would cut in half
         self._read_at = 0.0  # when the last step was read
         self.timings = Timings()  # of the latest answer
@@ -121,12 +71,6 @@ class Engine(TokenEngine):
     @property
     def gpu(self) -> AdapterInfo:
         return self.device.adapter
-
-    def speculate(self, speculation: Speculation, drafter: Drafter | None = None) -> None:
-        """Draft by another rule from now on. drafter: None: no model drafts."""
-        self.verification.drop()
-        self.runner.speculation, self.runner.drafter = speculation, drafter or Drafter()
-        self.scheduler.in_step = False
 
     # Requests
 
@@ -169,65 +113,16 @@ class Engine(TokenEngine):
                     break
                 self._step()
 
-    def embed(
-        self, texts: Sequence[Sequence[int]], pooling: str, adapter: str | None = None
-    ) -> Generator[NDArray[np.float64], None, None]:
-        """Computed in steps beside those of answers."""
-        self._check_texts(texts, adapter)
-        yield from self.texts.embed(texts, pooling, adapter, self, self.options.ahead)
-
-    def score(
-        self, ids: Sequence[int], n: int, adapter: str | None = None
-    ) -> Generator[list[Logprobs], None, None]:
-        """Computed in steps beside those of answers. n: at most MAX_LOGPROBS."""
-        self._check_texts([ids], adapter)
-        yield from self.texts.score(ids, n, adapter, self)
-
-    def logits(
-        self, ids: Sequence[int], adapter: str | None = None
-    ) -> Generator[NDArray[np.float32], None, None]:
-        """Yields the logits of all positions of a text, some rows at a time. Raises as `score`
-        does."""
-        self._check_texts([ids], adapter)
-        yield from self.texts.logits(ids, adapter, self)
-
-    def _check_texts(self, texts: Sequence[Sequence[int]], adapter: str | None) -> None:
-        for ids in texts:
-            self.check_prompt(ids, room=0)
-        self.check_adapter(adapter)
-
-    def save_cache(
-        self,
-        path: str,
-        ids: Sequence[int],
-        adapter: str | None = None,
-        cache_salt: str | None = None,
-    ) -> Generator[int, None, None]:
-        once = SamplingParams(max_tokens=1).resolved({})
-        for _ in self.generate(ids, once, adapter=adapter, cache_salt=cache_salt):
-            pass
-        with self._changing():
-            prompt = self.tier.copy_out(ids, self.jobs.key(ids, adapter, cache_salt))
-        self.files.write(Path(path), prompt, adapter)
-        yield len(prompt.tokens)
-
-    def load_cache(
-        self, path: str, adapter: str | None = None, cache_salt: str | None = None
-    ) -> Generator[int, None, None]:
-        self.check_adapter(adapter)
-        prompt = self.files.read(Path(path), adapter)
-        ids: list[int] = prompt.tokens.tolist()
-        if not self.tier.takes(prompt):
-            raise RequestError(f"{path} is damaged. Save the cache again.")
-        self.check_prompt(ids, room=0)
-        with self._changing():
-            has_room = self.tier.copy_in(prompt, self.jobs.key(ids, adapter, cache_salt))
-        if not has_room:
-            raise RequestError(
-                f"The cache has no room for the {len(ids):,} positions of {path} beside the "
-                "answers that are generated. Ask again later, or give it more memory."
-            )
-        yield len(ids)
+    def call(self, what: str, *arguments: Any) -> Generator[Any, None, None]:
+        texts, files = self.prefilling.texts, self.files
+        methods: dict[str, Callable[..., Iterator[Any]]] = {
+            "embed": texts.embed,
+            "score": texts.score,
+            "logits": texts.logits,
+            "save_cache": files.save,
+            "load_cache": files.load,
+        }
+        yield from methods[what](self, *arguments)
 
     def stats(self) -> EngineStats:
         scheduler = self.scheduler
@@ -284,46 +179,30 @@ class Engine(TokenEngine):
             if job.cancelled:
                 self.jobs.end(job)
             elif job.sequence not in self.jobs.of:
-                sequence = job.sequence
-                self.jobs.of[sequence] = job
-                restore = None
-                if sequence.shares:
-                    restore = self.tier.plan(sequence.tokens, sequence.key)
-                if restore is None:
-                    self.scheduler.add(sequence)
-                else:
-                    self._restoring.append((restore, job))
+                self.jobs.of[job.sequence] = job
+                self.restoring.add(job)
             self._inbox.popleft()
-
-    def _bring_back(self) -> None:
-        """Bring some of what the first prompt needs back from host memory."""
-        if not self._restoring:
-            return
-        restore, job = self._restoring[0]
-        if job.ended:
-            self.tier.drop(restore)
-        elif not self.tier.bring(restore):
-            return
-        self._restoring.popleft()
-        if not job.ended:
-            self.scheduler.add(job.sequence)
 
     def _fill(self) -> None:
         """Submit as many steps as may be in flight."""
         in_flight, pace = self.runner.submissions.in_flight, self.runner.pace
-        self._bring_back()
+        if self.restoring.waiting:
+            self.restoring.go_on()
         while len(in_flight) < self.options.ahead and not self.decoding.is_held:
             if in_flight and in_flight[-1].tells_pace and not pace.known:
                 break  # its time is to be measured first
             if self.runner.speculation.is_on:
                 self.verification.choose()
-            work = self.scheduler.next(self._most_rows())
+            shared = self.scheduler.shared_rows if self.scheduler.has_prompts else 0
+            work = self.scheduler.next(pace.most_rows(bool(self.scheduler.running), shared))
             if self.pool.evicted:
                 self.tier.take_out()
             if self.scheduler.to_save:
                 self.jobs.save_states()
             touched, room = self._touched, self.runner.room
-            if (touched[0] > room[0] or touched[1] > room[1]) and not self._has_grown():
+            lacks = touched[0] > room[0] or touched[1] > room[1]
+            if lacks and not self.jobs.grow(touched):
+                self._recover()  # an error ends those without memory; others begin anew
                 break
             if work is None:
                 break
@@ -344,13 +223,6 @@ class Engine(TokenEngine):
             return self.verification.submit(work, batch, longest)
         return self.decoding.submit(batch, longest)
 
-    def _most_rows(self) -> Callable[[int], int]:
-        """Returns what gives the most rows of a step whose rows start at a position."""
-        pace = self.runner.pace
-        most = pace.rows_beside if self.scheduler.running else pace.rows
-        shared = self.scheduler.shared_rows if self.scheduler.has_prompts else 0
-        return lambda position: pace.filled(most(position), shared)
-
     def _read(self) -> None:
         """Wait for the oldest step in flight, and take in its results."""
         submissions = self.runner.submissions
@@ -365,34 +237,16 @@ class Engine(TokenEngine):
             self.jobs.end_failed(self.decoding.go_on())
         self._is_whole = True
 
-    # Memory
-
     @property
     def _touched(self) -> tuple[int, int]:
         """Pages that there has to be memory for: of the cache, and of layers with a window."""
         windows = self.pool.windows
         return self.pool.touched, 0 if windows is None else windows.touched
 
-    def _has_grown(self) -> bool:
-        """Have memory for all pages that are used. Returns False if there is none: then the answers
-        that have pages without memory end with that error, and others go on with an empty cache."""
-        room = self.runner.room
-        try:
-            self.runner.grow(self._touched)
-        except OutOfMemoryError as error:
-            self.jobs.fail(error, *room)
-            self._recover()
-            return False
-        return True
-
-    def _takes(self, pages: Sequence[int]) -> bool:
-        """Whether there is memory for these pages, which hold something else from here on."""
-        return self.runner.takes(pages, self._touched)
-
     # Recovery
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
+    def changing(self) -> Iterator[None]:
         """A block in which this thread has the turn and changes what is cached. An interrupt in it
         empties the cache."""
         with self.turn():
@@ -439,9 +293,6 @@ class Engine(TokenEngine):
 
     def _reset(self) -> None:
         """Begin anew with an empty cache and nothing in flight."""
-        self.tier.forget()
-        for _, job in self._restoring:
-            self.scheduler.add(job.sequence)
-        self._restoring.clear()
+        self.restoring.reset()
         self.jobs.reset()
         self.runner.forget()

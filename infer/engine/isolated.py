@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -22,9 +22,6 @@ from pathlib import Path
 from pickle import PicklingError
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, cast
-
-import numpy as np
-from numpy.typing import NDArray
 
 from infer.engine.messages import (
     Ask,
@@ -55,7 +52,6 @@ from infer.kernels.errors import (
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.keywords import Progress as Report
 from infer.progress import write_note
-from infer.sampling import Logprobs
 
 DEATHS, WITHIN = 3, 60.0  # so many, within so many seconds, are the last
 _ASK_EVERY = 5.0  # seconds without a word to it
@@ -469,52 +465,13 @@ class WorkerEngine(TokenEngine):
 
     # Calls
 
-    def embed(
-        self, texts: Sequence[Sequence[int]], pooling: str, adapter: str | None = None
-    ) -> Generator[NDArray[np.float64], None, None]:
-        for ids in texts:
-            self.check_prompt(ids, room=0)
-        self.check_adapter(adapter)
-        yield from self._call("embed", texts, pooling, adapter)
-
-    def score(
-        self, ids: Sequence[int], n: int, adapter: str | None = None
-    ) -> Generator[list[Logprobs], None, None]:
-        self.check_prompt(ids, room=0)
-        self.check_adapter(adapter)
-        yield from self._call("score", ids, n, adapter)
-
-    def logits(
-        self, ids: Sequence[int], adapter: str | None = None
-    ) -> Generator[NDArray[np.float32], None, None]:
-        self.check_prompt(ids, room=0)
-        self.check_adapter(adapter)
-        yield from self._call("logits", ids, adapter)
-
-    def save_cache(
-        self,
-        path: str,
-        ids: Sequence[int],
-        adapter: str | None = None,
-        cache_salt: str | None = None,
-    ) -> Generator[int, None, None]:
-        self.check_prompt(ids)
-        self.check_adapter(adapter)
-        yield from self._call("save_cache", path, ids, adapter, cache_salt)
-
-    def load_cache(
-        self, path: str, adapter: str | None = None, cache_salt: str | None = None
-    ) -> Generator[int, None, None]:
-        self.check_adapter(adapter)
-        yield from self._call("load_cache", path, adapter, cache_salt)
-
-    def _call(self, method: str, *arguments: Any) -> Generator[Any, None, None]:
-        call, key = _Call(method, arguments), next(self._keys)
+    def call(self, what: str, *arguments: Any) -> Generator[Any, None, None]:
+        call, key = _Call(what, arguments), next(self._keys)
         with self._changed:
             self._check_open()
             self._calls[key] = call
             if self._runs:
-                self._process.send(Call(key, method, arguments, 0))
+                self._process.send(Call(key, what, arguments, 0))
         try:
             while True:
                 self.wait(lambda: bool(call.parts) or call.ended)

@@ -78,7 +78,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Call:
-    """Calls a method of the engine that yields parts; the first `skip` of them are not wanted."""
+    """Calls `TokenEngine.call` with the name of a method; the first `skip` parts are not wanted."""
 
     key: int
     method: str

@@ -24,10 +24,12 @@ from infer.kernels.state.step import pack_prompts
 
 
 class Prefilling:
-    """Submits and reads steps that have rows of prompts."""
+    """Submits and reads steps that have rows of prompts. texts: those that are embedded or
+    scored."""
 
-    def __init__(self, runner: Runner, jobs: Jobs, masks: Masks, texts: Texts) -> None:
-        self._runner, self._jobs, self._masks, self._texts = runner, jobs, masks, texts
+    def __init__(self, runner: Runner, jobs: Jobs) -> None:
+        self._runner, self._jobs = runner, jobs
+        self._masks, self.texts = Masks(runner.sampler, jobs), Texts(runner)
 
     def submit(self, work: Sequence[Prefill]) -> list[Answer]:
         """Submit a step of these chunks. Returns the answers whose masks could not be made."""
@@ -48,7 +50,7 @@ class Prefilling:
         text = jobs[0] if isinstance(jobs[0], Text) else None
         chain: SamplerChain | None = None
         if text is not None:
-            wanted, recording = self._texts.step(text, work[0], kind)
+            wanted, recording = self.texts.step(text, work[0], kind)
         else:
             answers = [job for i in ending if isinstance(job := jobs[i], Answer)]
             chain = reduce(or_, (answer.chain for answer in answers)) if answers else None

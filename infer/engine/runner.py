@@ -13,12 +13,15 @@ from infer.engine.draft import DraftModel
 from infer.engine.drafter import Drafter
 from infer.engine.options import DRAFT_ROWS, MAX_BATCH, EngineOptions
 from infer.engine.pace import Pace
+from infer.engine.pages import PagePool
 from infer.engine.prediction import Prediction, with_shared
 from infer.engine.recordings import Recipe, Recordings
 from infer.engine.resident import Resident
+from infer.engine.scheduler import Scheduler
 from infer.engine.speculation import ModelSpeculation, NoSpeculation, Speculation
 from infer.engine.steps import Loaded, Steps
 from infer.engine.submissions import Submissions
+from infer.engine.windows import WindowPages, window_of
 from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.errors import OutOfMemoryError
 from infer.kernels.gpu.device import Device
@@ -28,7 +31,7 @@ from infer.kernels.state.sampler import Sampler, SamplerChain
 from infer.models.blocks.mtp import Predictor
 from infer.sampling import SamplingParams
 
-TAIL = MAX_VEC_ROWS  # a state is saved so many tokens before the end of a prompt
+_TAIL = MAX_VEC_ROWS  # a state is saved so many tokens before the end of a prompt
 _DRAFTED = 4  # rows for each of many sequences, with a draft model
 
 
@@ -114,6 +117,26 @@ class Runner:
         invariant = self.options.invariant and chain.noise
         return replace(chain, min_p=True) if invariant else chain
 
+    def new_scheduler(self) -> Scheduler:
+        """A scheduler of its steps, with an account of the pages of its cache."""
+        options, kinds, windows = self.options, self.kinds, self.caches.window_pages
+        has_states = self.caches.saved is not None
+        pool = PagePool(
+            options.pages,
+            PAGE,
+            snapshots=options.most_state_places if has_states else 0,
+            windows=WindowPages(windows, window_of(self.config)) if windows else None,
+        )
+        return Scheduler(
+            pool,
+            slots=options.max_batch,
+            context=options.context,
+            chunk=kinds.chunk - self.lead * kinds.prompts,
+            ahead=options.ahead,
+            snapshot_tail=_TAIL if has_states else 0,
+            prompts=kinds.prompts,
+        )
+
     # Compiling
 
     def compile(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -146,7 +169,7 @@ class Runner:
         """Compile beforehand what a generation from a prompt of that length would compile on its
         way: the sampler, and on a software adapter, whose driver puts a kernel off until it
         first runs, all the rest. params: `resolved`. progress: as for `Steps.compile`."""
-        last = 0 if self.caches.saved is None else min(prompt_tokens, TAIL)  # a step of their own
+        last = 0 if self.caches.saved is None else min(prompt_tokens, _TAIL)  # a step of their own
         parts = [prompt_tokens - last, last, *([] if params.max_tokens == 1 else [1])]
         rows = [rows for part in parts for _, rows in self.chunks(part)]
         kinds = dict.fromkeys(map(self.kinds.prefill, rows))

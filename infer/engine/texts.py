@@ -194,15 +194,15 @@ class Texts:
 
     def embed(
         self,
+        engine: TextEngine,
         texts: Sequence[Sequence[int]],
         pooling: str,
         adapter: str | None,
-        engine: TextEngine,
-        ahead: int,
     ) -> Generator[NDArray[np.float64], None, None]:
-        """Yields an embedding for each text, as `TokenEngine.embed` does. So many texts are begun
-        `ahead` of the one that is waited for; an answer that comes meanwhile need not wait for all
-        of them."""
+        """Yields an embedding for each text, as `TokenEngine.embed` does. As many texts are begun
+        before the one that is waited for as steps are in flight; an answer that comes meanwhile
+        need not wait for all of them."""
+        ahead = self._runner.options.ahead
         self._make(
             (kind.giving("hidden states") for kind in self._steps.kinds.alone), adapter, engine
         )
@@ -223,14 +223,14 @@ class Texts:
                 engine.cancel(text)
 
     def score(
-        self, ids: Sequence[int], n: int, adapter: str | None, engine: TextEngine
+        self, engine: TextEngine, ids: Sequence[int], n: int, adapter: str | None
     ) -> Generator[list[Logprobs], None, None]:
         """Yields the log probabilities of a text's tokens, as `TokenEngine.score` does."""
         for part in self._parts(ids[:-1], ids[1:], adapter, engine) if len(ids) > 1 else ():
             yield [ranked(row, n) for row in part.view(LOGPROB)]
 
     def logits(
-        self, ids: Sequence[int], adapter: str | None, engine: TextEngine
+        self, engine: TextEngine, ids: Sequence[int], adapter: str | None
     ) -> Iterator[NDArray[np.float32]]:
         """Yields the logits of a text's positions, as `TokenEngine.logits` does."""
         return self._parts(ids, None, adapter, engine)

@@ -257,7 +257,8 @@ class TokenEngine(ABC):
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready`, which is asked between steps."""
 
-    @abstractmethod
+    # Calls, which yield parts
+
     def embed(
         self, texts: Sequence[Sequence[int]], pooling: str, adapter: str | None = None
     ) -> Generator[NDArray[np.float64], None, None]:
@@ -265,21 +266,28 @@ class TokenEngine(ABC):
 
         pooling: the "mean" of all tokens, or the "last" one.
         """
+        for ids in texts:
+            self.check_prompt(ids, room=0)
+        self.check_adapter(adapter)
+        yield from self.call("embed", texts, pooling, adapter)
 
-    @abstractmethod
     def score(
         self, ids: Sequence[int], n: int, adapter: str | None = None
     ) -> Generator[list[Logprobs], None, None]:
         """In chunks, of all tokens but the first: its log probability, and the n most probable
-        tokens in its place."""
+        tokens in its place, at most MAX_LOGPROBS."""
+        self.check_prompt(ids, room=0)
+        self.check_adapter(adapter)
+        yield from self.call("score", ids, n, adapter)
 
-    @abstractmethod
     def logits(
         self, ids: Sequence[int], adapter: str | None = None
     ) -> Generator[NDArray[np.float32], None, None]:
         """The logits of every position, in chunks [rows, vocab_size]."""
+        self.check_prompt(ids, room=0)
+        self.check_adapter(adapter)
+        yield from self.call("logits", ids, adapter)
 
-    @abstractmethod
     def save_cache(
         self,
         path: str,
@@ -289,13 +297,21 @@ class TokenEngine(ABC):
     ) -> Generator[int, None, None]:
         """Computes what is not cached of a prompt, saves it in a file, and yields how many
         positions that are. Raises RequestError."""
+        self.check_prompt(ids)
+        self.check_adapter(adapter)
+        yield from self.call("save_cache", path, ids, adapter, cache_salt)
 
-    @abstractmethod
     def load_cache(
         self, path: str, adapter: str | None = None, cache_salt: str | None = None
     ) -> Generator[int, None, None]:
         """Lets prompts go on from the one of a file, and yields how many positions that are. Raises
         RequestError."""
+        self.check_adapter(adapter)
+        yield from self.call("load_cache", path, adapter, cache_salt)
+
+    @abstractmethod
+    def call(self, what: str, *arguments: Any) -> Generator[Any, None, None]:
+        """The parts of what the method of that name yields. Its arguments are checked."""
 
     @abstractmethod
     def stats(self) -> EngineStats: ...

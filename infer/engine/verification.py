@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from infer.engine import scheduler
 from infer.engine.answers import Answer, Jobs
 from infer.engine.decoding import Batch, begun
-from infer.engine.drafter import Drafting
+from infer.engine.drafter import Drafter, Drafting
 from infer.engine.masks import Masks, Place
 from infer.engine.recordings import Recipe
 from infer.engine.runner import Runner
 from infer.engine.scheduler import Decode, Scheduler
-from infer.engine.speculation import MAX_DRAFT
+from infer.engine.speculation import MAX_DRAFT, Speculation
 from infer.engine.submissions import InFlight, Read, Staging, Wanted
 from infer.kernels.gpu.record import EMPTY, Part, Recorded, Recording
 from infer.kernels.state.step import HEADER, NO_TOKEN, StepRow, pack_rows
@@ -78,13 +78,19 @@ class Verification:
     """Submits and reads steps with drafts. counts: how often something was drafted for an answer,
     how many tokens in all, and how many of them were right."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, jobs: Jobs, masks: Masks) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler, jobs: Jobs) -> None:
         self._runner, self._scheduler = runner, scheduler
-        self._jobs, self._masks = jobs, masks
+        self._jobs, self._masks = jobs, Masks(runner.sampler, jobs)
         self.counts = [0, 0, 0]
         self._rows = 0  # of the next step with drafts
         self._drafting = 0, 0  # sequences in it that have drafts, and how many these have at most
         self._prepared: Prepared | None = None
+
+    def draft_by(self, speculation: Speculation, drafter: Drafter | None = None) -> None:
+        """Draft by another rule from now on. drafter: None: no model drafts."""
+        self.drop()
+        self._runner.speculation, self._runner.drafter = speculation, drafter or Drafter()
+        self._scheduler.in_step = False
 
     # Before the step
 

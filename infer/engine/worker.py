@@ -251,9 +251,10 @@ class _Worker:
 
     def _call(self, message: Call, credit: threading.Semaphore) -> None:
         """Runs in a thread of its own, so that answers are handed out meanwhile."""
-        key, error = message.key, None
+        key, error, engine = message.key, None, self._engine
+        assert engine is not None
         try:
-            parts = getattr(self._engine, message.method)(*message.arguments)
+            parts = engine.call(message.method, *message.arguments)
             for part in islice(parts, message.skip, None):
                 credit.acquire()
                 if key not in self._credits:
