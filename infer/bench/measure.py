@@ -20,6 +20,7 @@ from infer.engine.answers import Answer
 from infer.engine.constraint import Constraint
 from infer.engine.engine import Engine
 from infer.engine.options import AHEAD
+from infer.engine.prompts import Prompt
 from infer.engine.recordings import Recipe
 from infer.engine.speculation import MAX_DRAFT, NoSpeculation
 from infer.engine.token_engine import Request
@@ -243,7 +244,9 @@ class EngineBench:
 
         def run() -> float:
             answers = [
-                self.engine.answer(Request(prompt, replace(GREEDY, max_tokens=end - len(prompt))))
+                self.engine.answer(
+                    Request(Prompt(prompt), replace(GREEDY, max_tokens=end - len(prompt)))
+                )
                 for prompt in prompts
             ]
             try:
@@ -288,7 +291,7 @@ class EngineBench:
         step_tokens: list[float] = []
 
         def run() -> float:
-            answers = [engine.answer(Request(prompt, params)) for prompt in prompts]
+            answers = [engine.answer(Request(Prompt(prompt), params)) for prompt in prompts]
             try:
                 while min(answer.count for answer in answers) < 1 + _SETTLE:
                     next(answers[0])
@@ -333,7 +336,7 @@ class EngineBench:
         params = replace(params, max_tokens=max(2, tokens))
 
         def begin(ids: Sequence[int]) -> Answer:
-            return self.engine.answer(Request(ids, params, constraint=constraint(params)))
+            return self.engine.answer(Request(Prompt(ids), params, constraint=constraint(params)))
 
         test = f"{clients} clients"
         self.progress(test, 0, 1)

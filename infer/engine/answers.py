@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.engine import scheduler
+from infer.engine.prompts import Prompt
 from infer.engine.runner import Runner
 from infer.engine.scheduler import Scheduler
 from infer.engine.speculation import Guess, Held
@@ -31,7 +32,7 @@ class Job:
     allows. reads_logits: whether the logits of its tokens are read back.
     """
 
-    prompt: Sequence[int]
+    prompt: Prompt
     adapter: str | None
     sequence: scheduler.Sequence
     ended: bool

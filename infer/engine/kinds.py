@@ -29,11 +29,12 @@ _SOFTWARE_BATCHES = 4, 8  # besides the largest; software kernels take at most 1
 class Kind:
     """A kind of step. shape: its rows. output: the logits of rows that are sampled, the hidden
     states of all rows after the last norm, or the logits of all rows. by_row: rows have LoRA
-    adapters of their own."""
+    adapters of their own. given: rows are given for some of its tokens (`prompts.Attachment`)."""
 
     shape: StepKind
     output: Output = "logits"
     by_row: bool = False
+    given: bool = False
 
     @property
     def rows(self) -> int:
@@ -49,10 +50,14 @@ class Kind:
         """Returns this kind of step, with rows that have LoRA adapters of their own or without."""
         return replace(self, by_row=by_row)
 
+    def with_given(self, given: bool) -> Kind:
+        """Returns this kind of step, with rows given for some of its tokens or without."""
+        return replace(self, given=given)
+
     def giving(self, output: Output) -> Kind:
         """Returns a kind of step of as many rows of one sequence, with another output."""
         shape = StepKind(self.rows, invariant=self.shape.invariant)
-        return Kind(shape, output, self.by_row)
+        return Kind(shape, output, self.by_row, self.given)
 
 
 class Kinds:

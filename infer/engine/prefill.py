@@ -7,6 +7,8 @@ from functools import partial, reduce
 from itertools import accumulate
 from operator import or_
 
+import numpy as np
+
 from infer.engine.answers import Answer, Job, Jobs
 from infer.engine.drafter import Known
 from infer.engine.kinds import Kind
@@ -17,10 +19,11 @@ from infer.engine.scheduler import Prefill, slot_of
 from infer.engine.submissions import InFlight, Read, Take, Wanted
 from infer.engine.texts import Scored, Text, Texts
 from infer.kernels.compiler.target import MAX_VEC_ROWS
+from infer.kernels.gpu.pack import write
 from infer.kernels.gpu.record import EMPTY, Copy, Recording
 from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.sampler import SamplerChain
-from infer.kernels.state.step import pack_prompts
+from infer.kernels.state.step import Tokens, pack_prompts
 
 
 class Prefilling:
@@ -45,7 +48,8 @@ class Prefilling:
         each = zip(leads, work, strict=True)
         ends = list(accumulate(lead + part.count for lead, part in each))
         count, longest = ends[-1], max(part.start + part.count for part in work)
-        kind = runner.kinds.prefill(count, len(work)).with_adapters(any(numbers))
+        tokens, given = self._tokens(work, jobs, leads)
+        kind = runner.kinds.prefill(count, len(work)).with_adapters(any(numbers)).with_given(given)
         ending = [i for i, part in enumerate(work) if part.last]
         text = jobs[0] if isinstance(jobs[0], Text) else None
         chain: SamplerChain | None = None
@@ -57,13 +61,10 @@ class Prefilling:
             recording = runner.recordings.of(Recipe(kind, chain, head=bool(answers)))
             wanted = _wanted(answers, chain)
         chunks = [
-            (
-                part.sequence.tokens[part.start - lead : part.start + part.count],
-                part.start - lead,
-                slot,
-                number,
+            (ids, part.start - lead, slot, number)
+            for ids, part, lead, slot, number in zip(
+                tokens, work, leads, slots, numbers, strict=True
             )
-            for part, lead, slot, number in zip(work, leads, slots, numbers, strict=True)
         ]
         chosen = [ends[i] - 1 for i in ending] if wanted.rows else []
         runner.device.write(runner.steps.step, pack_prompts(chunks, chosen, leads))
@@ -85,6 +86,24 @@ class Prefilling:
         runner.submissions.submit(*of, tells_pace=is_prompt)
         self._follow(work, jobs, slots)
         return failed
+
+    def _tokens(
+        self, work: Sequence[Prefill], jobs: Sequence[Job], leads: Sequence[int]
+    ) -> tuple[list[Tokens], bool]:
+        """The tokens of each chunk, and whether any of them stand for rows that are given. These
+        are written behind each other; the token behind the vocabulary stands for the first."""
+        runner, found, count = self._runner, list[Tokens](), 0
+        for part, job, lead in zip(work, jobs, leads, strict=True):
+            first, end = part.start - lead, part.start + part.count
+            tokens: Tokens = part.sequence.tokens[first:end]
+            for place, rows in job.prompt.given(first, end):
+                tokens = np.array(tokens, np.int64)
+                ids = np.arange(count, count + len(rows)) + runner.config.vocab_size
+                tokens[place - first : place - first + len(rows)] = ids
+                write(runner.device, runner.steps.given, rows, count)
+                count += len(rows)
+            found.append(tokens)
+        return found, count > 0
 
     def _prepare(self, work: Sequence[Prefill], jobs: Sequence[Job], slots: Sequence[int]) -> None:
         """Tell the GPU what it has to know of these sequences, and copy what they go on from."""

@@ -10,6 +10,7 @@ from typing import Protocol
 from infer.engine.answers import Jobs
 from infer.engine.cache_file import CacheFiles
 from infer.engine.host_tier import HostTier
+from infer.engine.prompts import Prompt
 from infer.engine.runner import Runner
 from infer.engine.token_engine import Request, TokenAnswer
 from infer.kernels.errors import RequestError
@@ -48,12 +49,14 @@ class PromptFiles:
     ) -> Generator[int, None, None]:
         """As `TokenEngine.save_cache`."""
         once = SamplingParams(max_tokens=1).resolved({})
-        for _ in engine.answer(Request(ids, once, adapter=adapter, cache_salt=cache_salt)):
+        for _ in engine.answer(
+            Request(Prompt.of(ids), once, adapter=adapter, cache_salt=cache_salt)
+        ):
             pass
         with engine.changing():
-            prompt = self._tier.copy_out(ids, self._jobs.key(ids, adapter, cache_salt))
-        self._files.write(Path(path), prompt, adapter)
-        yield len(prompt.tokens)
+            saved = self._tier.copy_out(ids, self._jobs.key(ids, adapter, cache_salt))
+        self._files.write(Path(path), saved, adapter)
+        yield len(saved.tokens)
 
     def load(
         self, engine: CachingEngine, path: str, adapter: str | None, cache_salt: str | None

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.engine.constraint import Constraint
+from infer.engine.prompts import FIRST_GIVEN
 from infer.kernels.state.step import NO_TOKEN
 
 MAX_DRAFT = 7  # tokens: with the one before them as many rows as matmul_vec takes
@@ -187,7 +188,10 @@ class Guess:
             self._rates[run] = _KEPT * self._rates[run] + (1 - _KEPT) * right
             self._run = self._run + 1 if right else 0
         assert self._drafter is not None
-        self._ids = self._drafter.draft(tokens, MAX_DRAFT)
+        ids = self._drafter.draft(tokens, MAX_DRAFT)
+        if ids and max(ids) >= FIRST_GIVEN:  # no model generates what stands for rows
+            ids = ids[: next(i for i, token in enumerate(ids) if token >= FIRST_GIVEN)]
+        self._ids = ids
         self.certain, self._tokens = 0, None if self._held is None else tokens
 
     @property

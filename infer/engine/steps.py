@@ -20,7 +20,7 @@ from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import OutOfMemoryError, UnsupportedError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import DispatchPlan
-from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.gpu.tensor import GpuTensor, allocate
 from infer.kernels.ops.attention import Attention
 from infer.kernels.ops.experts import ExpertDown
 from infer.kernels.ops.linear import Changes, Linear
@@ -66,7 +66,7 @@ class Steps:
         self.device, self.adapters, self.context = device, own.adapters, options.context
         self._fuse, self._invariant = options.fuse, options.invariant
         model, config = own.model, own.model.config
-        self._follows = follows
+        self._follows, self._hidden_size = follows, config.hidden_size
         if follows is None:
             of_predictor = None if predictor is None else predictor.model.config
             self.caches = Caches(
@@ -150,6 +150,13 @@ class Steps:
         return self.device.buffer(nbytes, label="hidden states")
 
     @cached_property
+    def given(self) -> GpuTensor:
+        """The rows [rows, hidden_size] that are given for tokens of a step; there when first asked
+        for."""
+        shape = self.kinds.chunk, self._hidden_size
+        return allocate(self.device, shape, "f32", "rows given for tokens")
+
+    @cached_property
     def scored(self) -> Buffer:
         """The logits of all rows of a step; there when first asked for."""
         nbytes = 4 * stride(self._traced.width) * padded_rows(self.kinds.scored.rows)
@@ -172,6 +179,8 @@ class Steps:
         besides."""
         changes = self.adapters.by_row if kind.by_row else self.adapters.always
         own: dict[str, Any] = {"fuse": self._fuse, "changes": changes, "also": also}
+        if kind.given:
+            own["given"] = self.given
         return lower(self.device, output, kind.shape, self.step, buffer, **own)
 
     def compile(self, progress: Callable[[int, int], None] | None = None, *others: Steps) -> None:

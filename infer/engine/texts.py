@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from infer.engine import scheduler
 from infer.engine.answers import Job, ranked
 from infer.engine.kinds import Kind
+from infer.engine.prompts import Prompt
 from infer.engine.recordings import Recipe
 from infer.engine.runner import Runner
 from infer.engine.scheduler import Prefill
@@ -33,7 +34,7 @@ class Text(Job, ABC):
     def __init__(
         self, prompt: Sequence[int], adapter: str | None, sequence: scheduler.Sequence
     ) -> None:
-        self.prompt, self.adapter, self.sequence = prompt, adapter, sequence
+        self.prompt, self.adapter, self.sequence = Prompt.of(prompt), adapter, sequence
         self.ended = self.cancelled = False
         self.error: InferError | None = None
 

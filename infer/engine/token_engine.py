@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from infer.engine.constraint import Constraint
 from infer.engine.host_cache import HostCacheStats
 from infer.engine.pages import PoolStats
+from infer.engine.prompts import Prompt
 from infer.foreign import shown
 from infer.kernels.errors import InferError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo
@@ -43,7 +44,7 @@ class Request:
     first. generated: tokens after the prompt that are there already; what comes is what would have
     come after them."""
 
-    prompt: Sequence[int]
+    prompt: Prompt
     params: SamplingParams
     stop_ids: Sequence[int] = ()
     with_logits: bool = False
@@ -172,12 +173,20 @@ class TokenEngine(ABC):
         return False
 
     def check_prompt(self, prompt_ids: Sequence[int], room: int = 1) -> None:
-        """Raises RequestError for a prompt that is empty, not of this vocabulary, or that leaves
-        no room for so many more tokens."""
+        """Raises RequestError for a prompt that is empty, not of this vocabulary, with rows of
+        another width, or that leaves no room for so many more tokens."""
         if not prompt_ids:
             raise RequestError("The prompt is empty: give at least one token.")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
-            wrong = next(i for i in prompt_ids if not 0 <= i < self.vocab_size)
+        prompt = Prompt.of(prompt_ids)
+        for each in prompt.attachments:
+            if each.rows.ndim != 2 or each.rows.shape[1] != self.config.hidden_size:
+                raise RequestError(
+                    f"Rows of shape {each.rows.shape} cannot stand in a prompt of this model: it "
+                    f"takes [rows, {self.config.hidden_size}]."
+                )
+        tokens = prompt.tokens
+        if tokens and (min(tokens) < 0 or max(tokens) >= self.vocab_size):
+            wrong = next(i for i in tokens if not 0 <= i < self.vocab_size)
             raise RequestError(
                 f"Token {shown(wrong)} is not in the model's vocabulary of {self.vocab_size} "
                 "tokens."
@@ -233,7 +242,7 @@ class TokenEngine(ABC):
         arguments are those of `Request`."""
         return self.answer(
             Request(
-                prompt_ids,
+                Prompt.of(prompt_ids),
                 params,
                 stop_ids=stop_ids,
                 with_logits=with_logits,

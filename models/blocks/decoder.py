@@ -118,7 +118,8 @@ class Decoder:
 
     def embed(self, w: Weights) -> Value:
         """The activations [rows, hidden_size] of the step's tokens."""
-        return ops.embedding(w["embed_tokens"], self.config.embedding_multiplier)
+        scale = self.config.embedding_multiplier
+        return ops.embedding(w["embed_tokens"], scale, takes_given=True)
 
     def logits(self, h: Value, w: Weights) -> Value:
         """The logits, from the activations behind the last layer."""
