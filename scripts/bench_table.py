@@ -1,10 +1,10 @@
-"""The README's tables of benchmarks: of one sequence from the reports in scripts/results/, of many
-from those in scripts/results/batch/.
+"""Writes the tables of docs/benchmarks.md from the reports in scripts/results/ (one sequence) and
+scripts/results/batch/ (many sequences, many clients).
 
-    python scripts/bench_table.py                     print them
-    python scripts/bench_table.py --write README.md   put them between the file's markers
+    python scripts/bench_table.py                             print the tables
+    python scripts/bench_table.py --write docs/benchmarks.md  put them between the file's markers
 
-Of several reports of one model, dtypes and adapter the newest counts.
+If there are several reports of one model with the same dtypes on the same adapter, the newest counts.
 """
 
 import argparse

@@ -39,7 +39,10 @@ pytestmark = pytest.mark.demo
 
 ROOT = Path(__file__).resolve().parent.parent
 # For users, then for contributors.
-GUIDES = ("README.md", "docs/python.md", "docs/server.md")
+GUIDES = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("models", "benchmarks", "python", "server", "agents")),
+)
 DOCUMENTS = (*GUIDES, "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/decisions.md")
 # With modules, but for the folder of a file for each architecture.
 FOLDERS = {
@@ -562,6 +565,6 @@ def test_the_benchmarks_are_those_of_the_results() -> None:
     results = ROOT / "scripts" / "results"
     one: Any = script["table"](script["read"](results))
     many: Any = script["batches"](script["read"](results / "batch"))
-    assert f"{script['BEGIN']}\n{one}\n{script['END']}" in read("README.md")
+    assert f"{script['BEGIN']}\n{one}\n{script['END']}" in read("docs/benchmarks.md")
     begin, end = script["BATCHES"]
-    assert f"{begin}\n{many}\n{end}" in read("README.md")
+    assert f"{begin}\n{many}\n{end}" in read("docs/benchmarks.md")
