@@ -1,4 +1,4 @@
-"""How far our logits, and those of transformers in bf16, are from those of transformers in f32.
+"""Measures how far the logits of infer, and of transformers in bf16, are from transformers in f32.
 
     python scripts/accuracy.py demo --text FILE
     python scripts/accuracy.py --shape llama-3.1-8b --webgpu dawn --json FILE

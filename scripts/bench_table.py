@@ -4,7 +4,7 @@ scripts/results/batch/ (many sequences, many clients).
     python scripts/bench_table.py                             print the tables
     python scripts/bench_table.py --write docs/benchmarks.md  put them between the file's markers
 
-If there are several reports of one model with the same dtypes on the same adapter, the newest counts.
+If there are several reports of one model with the same dtypes on one adapter, the newest counts.
 """
 
 import argparse

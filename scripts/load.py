@@ -1,4 +1,4 @@
-"""A load of requests on a server with OpenAI's API, this project's or another.
+"""Puts a load of requests on a server with OpenAI's API, this project's or another.
 
     python scripts/load.py --clients 32 --requests 320           clients that wait for their answers
     python scripts/load.py --rate 4 --seconds 60                 arrivals that do not (Poisson)

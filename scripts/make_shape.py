@@ -1,11 +1,12 @@
-"""A model folder in the shape of a published model, with random weights: for what takes a folder.
+"""Makes a model folder in the shape of a published model, with random weights.
 
     python scripts/make_shape.py llama-3.1-8b /tmp/llama-3.1-8b
     infer serve /tmp/llama-3.1-8b --quantize q4 --max-batch 32
     python scripts/make_shape.py qwen3-30b-a3b /tmp/experts --layers 6 --seed 1
 
-`infer bench --shape` needs no files; what loads a model does: a server under load (load.py), above
-all. The tokenizer is the demo's. Ids that it does not have read as <|id|>, and none ends an answer.
+A server under load (load.py), and anything else that loads a model, needs such a folder; `infer
+bench --shape` does not. The tokenizer is the demo's. Ids that it does not have read as <|id|>, and
+no id ends an answer.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""Writes the tables of docs/models.md, from the registries in models/, and the table of functions in
-docs/python.md, from their signatures.
+"""Writes the tables of docs/models.md, from the registries in models/, and the table of functions
+in docs/python.md, from their signatures.
 
 python scripts/make_tables.py            write them between the documents' markers
 python scripts/make_tables.py --check    exit with 1 where they are not what is written there

@@ -1,4 +1,4 @@
-"""The sweep behind the rules for variants of kernels: every variant, where a model runs it.
+"""Measures every variant of a kernel in the steps of a model: the sweep behind the rules of tuning.
 
     python scripts/tune.py --shape llama-3.1-8b                       matmul_vec, in decode
     python scripts/tune.py --shape llama-3.1-8b --kernel matmul       in prefill

@@ -1,5 +1,6 @@
-"""Drafts of which it is decreed how many are right: the speed of speculation, without a model that
-can be guessed. They are verified as any others are; then the ids are replaced."""
+"""Simulates drafts that are right with a given probability: the speed of speculation on a model of
+random weights, whose tokens nothing could guess. The drafts are verified like real ones; then the
+ids of the tokens are replaced."""
 
 from __future__ import annotations
 

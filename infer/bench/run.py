@@ -1,17 +1,17 @@
-"""The benchmark: how fast a model runs on this adapter, and how near that is to what it could do.
+"""Runs the benchmark: how fast a model is on this adapter, and how near to the memory's speed.
 
     pp512           prefill of 512 tokens, until the id of the first new token has arrived
     tg128           decode: 128 steps, from the arrival of the first token to that of the last
-    tg128 sampled   the same with every stage of the sampler
-    tg128 @ d4096   the same after a prompt of 4096 tokens
+    tg128 sampled   tg128 with every stage of the sampler
+    tg128 @ d4096   tg128 after a prompt of 4096 tokens
     tg32 x 8 @ d128 8 answers at once, each after 128 tokens of its own
-    tg128 + 7       the same as tg128 with 7 tokens drafted for each step, of which each is decreed
-                    to be right with some probability
-    8 clients       requests of drawn lengths, of which 8 are open at any time
+    tg128 + 7       tg128 with 7 tokens drafted for each step; each counts as right with a given
+                    probability
+    8 clients       requests of random lengths, of which 8 are open at any time
 
-Tests, prompts of random ids, and the table are llama-bench's. What decode could do is bounded by
-memory: its share is (weight bytes + KV bytes that a token reads) x tokens/s over the bandwidth of a
-copy on the same adapter in the same run.
+The tests, the prompts of random ids and the table are llama-bench's. Decode is bounded by memory.
+Its share of the memory's speed is (weight bytes + KV bytes that a token reads) x tokens/s, divided
+by the bandwidth of a copy on the same adapter in the same run.
 """
 
 from __future__ import annotations

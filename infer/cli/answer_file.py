@@ -1,4 +1,4 @@
-"""Where the answers to a file of prompts go, and how far they are."""
+"""Writes the answers to a file of prompts, shows progress, and finds what is already answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who answers in `infer chat`: a model of this process, or a server."""
+"""The source of answers in `infer chat`: a model in this process, or a server."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The command line: `infer run`, `infer chat`, `infer serve`, `infer ps`, `infer connect`,
-`infer pull`, `infer list`, `infer rm`, `infer info`, `infer devices`, `infer bench`.
+"""The commands of `infer`, and their arguments.
 
-Nothing heavy is imported before a command runs, so that `infer --help` answers at once.
+They are `infer run`, `infer chat`, `infer serve`, `infer ps`, `infer connect`, `infer pull`,
+`infer list`, `infer rm`, `infer info`, `infer devices` and `infer bench`. Nothing heavy is
+imported before a command runs, so that `infer --help` answers at once.
 """
 
 from __future__ import annotations

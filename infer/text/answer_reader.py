@@ -1,8 +1,9 @@
-"""The reader with which parsers of answers are written.
+"""The `Reader` from which parsers of answers take text while it arrives.
 
-A parser is a generator that takes text from a `Reader` and tells it what that is. Wherever what has
-come is not enough to decide, it yields, and goes on when there is more. So it reads like a parser
-of a whole text, and it does not matter how the text is cut into pieces.
+A parser is a generator: it takes text from a `Reader` and tells the `Reader` whether that text is
+content, reasoning or a call. If the text so far is not enough to decide, the parser yields, and
+continues when there is more. So its code reads like a parser of a whole text, and it does not
+matter how the text is cut into pieces.
 """
 
 from __future__ import annotations

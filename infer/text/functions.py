@@ -1,5 +1,5 @@
-"""Python functions as tools: what their signatures and docstrings say, as JSON schemas, and the
-arguments of calls as the types that they take."""
+"""Python functions as tools: JSON schemas from signatures and docstrings, and arguments of calls
+converted to the types that the functions take."""
 
 from __future__ import annotations
 

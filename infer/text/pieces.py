@@ -1,4 +1,4 @@
-"""A long text to token ids piece by piece, which takes little memory, and may end after any piece.
+"""Encodes a long text piece by piece: it takes little memory, and may stop after any piece.
 
 Each window of the text begins within the one before. Where both have the same tokens at the same
 places for a while, they are joined, and nothing but memory differs from encoding the text at once:

@@ -1,5 +1,6 @@
-"""Regular expressions of the texts that a JSON schema allows, in the dialect of Rust, of which
-llguidance has no look-around. A grammar needs them where texts stand without quotes."""
+"""Turns the JSON schema of a string into a regular expression, for grammars of unquoted texts.
+
+The expressions are in Rust's dialect, without look-around, which llguidance does not have."""
 
 from __future__ import annotations
 
