@@ -503,6 +503,13 @@ def test_links_and_paths_lead_somewhere(document: str) -> None:
     assert not missing
 
 
+def test_the_index_of_decisions_is_complete() -> None:
+    index, *entries = re.split(r"^### ", read("docs/decisions.md"), flags=re.M)
+    linked = re.findall(r"\]\(#([\w-]+)\)", index)
+    titles = [entry.partition("\n")[0] for entry in entries]
+    assert linked == [re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in titles]
+
+
 def anchors(path: Path) -> set[str]:
     """Returns the anchors of a document's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.M)
