@@ -55,8 +55,9 @@ TOKENS = "5,17,64,200,700"  # of the prompts: such as take different tiles
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Logits of one model by one way to compute them, over all `tokens` of the prompts. products:
-    what ours were multiplied in ("f16" or "f32"), None of transformers."""
+    """How far the logits of one way to compute a model are from the reference, over all `tokens` of
+    the prompts. products: the precision in which we multiplied ("f16" or "f32"), None for
+    transformers."""
 
     model: str
     computed: str
@@ -168,7 +169,7 @@ def measure(args: argparse.Namespace) -> Iterator[Accuracy]:
 def make_prompts(
     folder: Path, tokens: Sequence[int], text: Path | None, seed: int
 ) -> list[list[int]]:
-    """One of each length: consecutive parts of a text's tokens, or random ids."""
+    """A prompt of each length in `tokens`: consecutive parts of a text, or random ids."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if text is None:
         vocabulary = config.get("text_config", config)["vocab_size"]

@@ -281,8 +281,8 @@ class Connection(asyncio.Protocol):
 
 
 def told(url: str, api_key: str | None, model: str | None) -> dict[str, Any]:
-    """Returns the fields of LoadReport that the server tells. url: that of --url. model: None for
-    the first of its models."""
+    """Returns the fields of LoadReport that the server itself tells. url: the address that --url
+    gave. model: the model's name, or None for the server's first."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def ask(url: str) -> Any:
@@ -510,7 +510,7 @@ def _family(pid: int) -> Iterator[int]:
 
 @contextmanager
 def stub() -> Iterator[str]:
-    """Its URL. In a process of its own."""
+    """Run a server without a model in a process of its own, and yield its URL."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as opened:
         process = multiprocessing.get_context("fork").Process(target=_stub, args=(opened,))
         process.start()

@@ -56,7 +56,8 @@ MIMO = Names(
 
 @dataclass(frozen=True)
 class Case:
-    """less: what the weights of norms lack of what they multiply by."""
+    """A model with a predicting layer. less: the number that must be added to stored weights of
+    norms to get the factors."""
 
     module: str
     layer: str

@@ -61,7 +61,7 @@ def write(shape: str, folder: Path, layers: int | None = None, seed: int = 0) ->
 
 
 def first_layers(shape: str, layers: int | None) -> dict[str, Any]:
-    """The config of a shape, with so many layers (None: all of them)."""
+    """The config of a shape with its first `layers` layers (None: all of them)."""
     config = copy.deepcopy(SHAPES[shape])
     count = config["num_hidden_layers"]
     if layers is None:
@@ -117,7 +117,7 @@ def _bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def _parts(values: NDArray[np.uint16], at: int, count: int) -> Iterator[NDArray[np.uint16]]:
-    """So many values from there on, round and round."""
+    """`count` values from the place `at` on, starting again at the end."""
     while count:
         part = values[at : at + count]
         yield part

@@ -100,7 +100,7 @@ def file_texts(llm: infer.LLM, path: Path) -> Iterator[list[int]]:
 
 
 def enough(texts: Iterator[list[int]], tokens: int, longest: int) -> list[list[int]]:
-    """Texts of so many tokens together, each cut to the longest that is possible."""
+    """Texts until they have `tokens` tokens together, each cut to `longest` tokens."""
     chosen: list[list[int]] = []
     for ids in texts:
         if sum(map(len, chosen)) >= tokens:
@@ -145,7 +145,8 @@ def forced(llm: infer.LLM, ids: list[int]) -> Floats:
 
 
 def compare(got: Sequence[Floats], exact: Sequence[Floats]) -> tuple[Floats, float]:
-    """The divergence at each position, and how often the most probable token is the same."""
+    """The divergence at each position, and the share of positions with the same most probable
+    token."""
     kl = [(np.exp(p) * (p - q)).sum(axis=1) for p, q in zip(exact, got, strict=True)]
     same = [p.argmax(axis=1) == q.argmax(axis=1) for p, q in zip(exact, got, strict=True)]
     return np.concatenate(kl), float(np.concatenate(same).mean())

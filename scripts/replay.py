@@ -176,7 +176,7 @@ class Ideal:
 
 
 def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    """How many first ids are the same."""
+    """How many ids at the beginning of two lists are equal."""
     length = min(len(a), len(b))
     unlike = np.flatnonzero(a[:length] != b[:length])
     return int(unlike[0]) if unlike.size else length

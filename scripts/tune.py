@@ -154,7 +154,7 @@ STAND_INS = (matmul_lanes_variant, matmul_matrix_variant, expert_matrix_variant)
 
 
 def valid(kernel: str, variant: Any, engine: Engine) -> bool:
-    """Whether a kernel can be of that variant on this device."""
+    """Whether a kernel can be compiled in this variant on this device."""
     limits, lanes = engine.device.limits, engine.device.subgroup_size
     if kernel == "matmul_vec":
         whole = lanes > 0 and variant.team % engine.device.largest_subgroup == 0

@@ -79,17 +79,17 @@ class DecreedModel(ModelSpeculation):
 
 
 class _ModelGuess(ModelGuess):
-    """It knows how likely its ids are right."""
+    """The place of a draft model's tokens, with the given chances of being right."""
 
     def __init__(self, accept: float) -> None:
         super().__init__([])
         self._accept = accept
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Nothing is learnt."""
+        """Does nothing: the chances are given."""
 
     def verified(self, drafted: int, right: int) -> None:
-        """Nor here."""
+        """Does nothing: the chances are given."""
 
     @property
     def chances(self) -> list[float]:
@@ -97,7 +97,7 @@ class _ModelGuess(ModelGuess):
 
 
 class _Guess(Guess):
-    """Any ids, of which it knows how likely they are right."""
+    """Drafts of arbitrary ids, with the given chances of being right."""
 
     def __init__(self, accept: float, vocab_size: int) -> None:
         super().__init__(_Anything(vocab_size))

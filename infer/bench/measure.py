@@ -78,9 +78,9 @@ _SIZES = (Sizes(), Sizes(256, 64, 3), Sizes(128, 32, 2), Sizes(64, 16, 1), Sizes
 
 
 def weight_bytes_per_token(engine: Engine) -> int:
-    """Bytes of the matrices that decode multiplies with, an adapter's among them: all but
-    embeddings that are not also the head, of which it looks up a row, and the experts that a token
-    is not routed to."""
+    """Bytes of the weights that decode reads for a token, a LoRA adapter's included. Embeddings
+    that are not also the head do not count, as only a row of them is read, nor do experts that the
+    token is not routed to."""
     tied = engine.model.config.tie_word_embeddings
     beside = engine.adapters.always.values()
     return sum(change.a.nbytes + change.b.nbytes for change in beside) + sum(
@@ -92,9 +92,9 @@ def weight_bytes_per_token(engine: Engine) -> int:
 
 
 def cache_bytes_per_token(model: Decoder, kv_dtype: str, prompt_tokens: int, tokens: int) -> float:
-    """Bytes of keys and values that a decode step reads, mean over `tokens` steps after a prompt:
-    step i attends to prompt_tokens + i positions, or to what a layer's window leaves of them. And
-    of the states that it reads and writes."""
+    """Bytes of keys and values that a decode step reads, as the mean over `tokens` steps after a
+    prompt, and of the layer states that it reads and writes. Step i attends to prompt_tokens + i
+    positions, or fewer in layers with a window."""
     c = model.config
     lengths = range(prompt_tokens + 1, prompt_tokens + tokens + 1)
     read = sum(
@@ -113,22 +113,22 @@ def _attended(config: DecoderConfig, lengths: range) -> Iterator[tuple[int, int]
 
 
 def prefill_flops(model: Decoder, tokens: int, cached: int = 0) -> int:
-    """Operations of a prefill, for tokens that are not cached: 2 for every value of a layer's
-    matrices that a token multiplies with, and of the head for the last token; 4 in attention for
-    every query value and position that it attends to. Those of an adapter beside the weights are
-    left out."""
+    """Operations of a prefill of the tokens that are not cached: 2 for each value of a layer's
+    matrices and each token, 2 for each value of the head for the last token, and 4 in attention for
+    each query value and each position that it attends to. A LoRA adapter beside the weights does
+    not count."""
     return _flops(model, range(cached + 1, tokens + 1), heads=1)
 
 
 def decode_flops(model: Decoder, prompt_tokens: int, tokens: int) -> int:
-    """Operations of so many decode steps of one sequence after a prompt, counted as those of
+    """Operations of `tokens` decode steps of one sequence after a prompt, counted as in
     `prefill_flops`, but with the head in each step."""
     return _flops(model, range(prompt_tokens + 1, prompt_tokens + tokens + 1), heads=tokens)
 
 
 def _flops(model: Decoder, lengths: range, heads: int) -> int:
-    """Operations of a token for each of these lengths, the positions that it attends to, and of the
-    head so many times."""
+    """Operations for one token at each of these lengths (the positions that it attends to), and for
+    the head, `heads` times."""
     c = model.config
     head = c.vocab_size * c.hidden_size
     layers = sum(
@@ -227,8 +227,8 @@ class EngineBench:
         ]
 
     def batch(self, rows: int, tokens: int, depth: int) -> Row:
-        """Decode of so many answers at once, each after `depth` tokens: a prompt of its own, and
-        what it has generated while the last of them began."""
+        """Decode `rows` answers at once, each with `depth` tokens before it: a prompt of its own,
+        and what it has generated while the last answers began."""
         draw = random.Random(1)
         ids, end = range(self.engine.vocab_size), batch_positions(rows, depth, tokens)
         # Answers begin a few in each step; those that began a step before have a token more then.
@@ -273,8 +273,8 @@ class EngineBench:
         return replace(row, sequences=rows, flops=flops, flops_per_second=rate)
 
     def drafts(self, rows: int, tokens: int, depth: int, accept: float, count: int | None) -> Row:
-        """Decode of so many answers at once, each after `depth` tokens, with drafts of which each
-        is right with a probability; count: for a step, or None: as many as pay."""
+        """Decode `rows` answers at once, each after `depth` tokens, with drafts that count as right
+        with the probability `accept`. count: drafts in each step; None: as many as pay."""
         engine, draw = self.engine, random.Random(3)
         ids, room = range(engine.vocab_size), drafts_positions(rows, depth, tokens)
         prompts = [draw.choices(ids, k=depth) for _ in range(rows)]
@@ -325,9 +325,10 @@ class EngineBench:
         params: SamplingParams = GREEDY,
         constraint: Callable[[SamplingParams], Constraint | None] = lambda params: None,
     ) -> Load:
-        """So many clients at once, each of which sends `repeats` requests, the next when it has
-        read the answer to the one before. Prompts are random, of an eighth of `prompt` tokens to
-        all of them; answers of `tokens`, or of 2. constraint: makes what params hold one to."""
+        """Serve `clients` clients at once. Each sends `repeats` requests, the next when it has read
+        the answer to the one before. Prompts have random ids and an eighth of `prompt` tokens to
+        all of them; answers have `tokens` tokens, at least 2. constraint: makes the constraint that
+        params ask for."""
         drawn = prompts(range(self.engine.vocab_size), prompt)
         params = replace(params, max_tokens=max(2, tokens))
 
@@ -363,9 +364,9 @@ class EngineBench:
         clients: int,
         begin: Callable[[Sequence[int]], Answer],
     ) -> list[list[float]]:
-        """Returns, for each request, the time at which it was sent and that of each token, in
-        seconds. One thread is all clients: it makes the steps, and after each takes the tokens of
-        all of them."""
+        """Returns, for each request, the time at which it was sent and the time of each token, in
+        seconds. One thread plays all clients: it makes the steps, and takes the tokens of all after
+        each."""
         times: list[list[float]] = [[] for _ in prompts]
         waiting = iter(enumerate(prompts))
         opened: dict[int, Answer] = {}
@@ -506,8 +507,9 @@ class EngineBench:
         rows: int,
         kv_len: int,
     ) -> Profile:
-        """A kernel of the plan is timed by all its calls in one pass; one of the sampler, which
-        needs what those before it have left, by what it adds to a pass of them."""
+        """Time each kernel of a step. A kernel of the plan is timed by all its calls in one pass. A
+        kernel of the sampler needs the results of those before it, so it is timed by what it adds
+        to a pass of them."""
         self.progress(f"profile: {step}", 0, 0)
         calls: dict[str, list[Dispatch]] = {}
         for item in needed(plan, rows, kv_len):
@@ -553,13 +555,15 @@ class EngineBench:
 
 
 def batch_positions(rows: int, depth: int, tokens: int) -> int:
-    """That one of so many answers may take in `EngineBench.batch`: the first has a token for each
-    other that begins, and the pipeline stays full behind the last step that is timed."""
+    """Positions that one of `rows` answers may take in `EngineBench.batch`: the first generates a
+    token for each answer that begins after it, and the pipeline stays full behind the last timed
+    step."""
     return max(depth, rows + _SETTLE) + tokens + 1 + AHEAD
 
 
 def place_batch(engine: Engine, rows: int, kv_len: int) -> None:
-    """Writes a step with one row of each of so many sequences, at the last of kv_len positions."""
+    """Write a step with one row of each of `rows` sequences, each at the last of kv_len
+    positions."""
     place_step(engine, [0], kv_len - 1)
     step = pack_step([0] * rows, kv_len - 1)
     own = step[HEADER.itemsize :].view(ROW)
@@ -628,7 +632,7 @@ def prompts(ids: Sequence[ItemT], longest: int) -> Iterator[list[ItemT]]:
 
 
 def percentiles(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, float]:
-    """The median, and what 99 of 100 are at most."""
+    """The median and the 99th percentile."""
     p50, p99 = np.percentile(values, (50, 99)).tolist()
     return p50, p99
 

@@ -41,8 +41,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of so many clients at once, each of which sends its next when it has read the answer
-    to the one before.
+    """The results of a load: `clients` clients at once, each of which sends its next request when
+    it has read the answer to the one before.
 
     prompt_tokens and tokens: of all prompts and of all answers. seconds: from the first request to
     the last token. tps: tokens of answers per second. ttft_seconds: time to first token, from when
@@ -290,7 +290,7 @@ def loads_table(report: BenchReport, width: int | None = None) -> str:
 
 
 def profile_table(profile: Profile, copy_bandwidth: float, width: int | None = None) -> str:
-    """The kernels of a step, and what of the step's time is in none of them."""
+    """The kernels of a step with their times, and the time of the step that is in no kernel."""
     whole = profile.step_seconds or profile.gpu_seconds
     header = ["kernel", "calls", "µs each", "µs", "of step", "GB/s", "share", "TFLOP/s"]
     rows = [

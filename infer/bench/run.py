@@ -368,9 +368,9 @@ def _own_layer(shape: str) -> Decoder:
 
 
 def _room(context: int, needed: int, max_batch: int) -> int | None:
-    """Positions of a cache for so many answers of so many each; None: what is usual for one. Each
-    has two pages more: one that the scheduler leaves it to grow, and one of its prompt, whose
-    beginning it copies."""
+    """Positions of a cache for `max_batch` answers of `needed` positions each, or None for the
+    default room of one answer. Each answer has two more pages: one that the scheduler leaves it to
+    grow, and one of its prompt, whose beginning it copies."""
     return None if max_batch == 1 else max(context, (-(-needed // PAGE) + 2) * PAGE * max_batch)
 
 
@@ -393,7 +393,7 @@ def _loaded(model: str, options: dict[str, Any]) -> Iterator[tuple[str, Engine]]
 
 
 def _check_model(model: str, options: dict[str, Any], needed: int) -> None:
-    """Raises what `load` would, but for files whose tensors are damaged."""
+    """Raise the errors that `load` would raise, except for files whose tensors are damaged."""
     found = inspect_model(model, **options)
     if found.fits is False:
         raise OutOfMemoryError(found.verdict)

@@ -44,11 +44,12 @@ def answer_state(answer: dict[str, Any]) -> tuple[Id, bool]:
 
 
 class Answers:
-    """Where answers go, a line each: standard output, or a file, which keeps those that it has."""
+    """The output for answers, a line each: standard output, or a file, whose earlier answers are
+    kept."""
 
     def __init__(self, path: str | None, requests: Sequence[HasId]) -> None:
-        """Without what was cut off in the file, and without errors, which are tried again. Raises
-        RequestError for a file that is not of these requests."""
+        """Open the file. A last line that was cut off, and errors, are removed: these requests are
+        tried again. Raises RequestError if the file holds answers to other requests."""
         self._places = {request.id: place for place, request in enumerate(requests)}
         self.path = None if path is None else Path(path)
         self.done: set[Id] = set()
@@ -142,7 +143,8 @@ def _rewrite(path: Path, lines: Iterable[bytes]) -> None:
 
 @dataclass
 class Progress:
-    """So far: answers of this run, those of them that failed, and tokens, of prompts too."""
+    """The progress so far: answers of this run, how many of them failed, tokens of answers, and
+    tokens of prompts."""
 
     all: int
     answers: int = 0

@@ -42,9 +42,10 @@ class Request:
 def read_requests(
     path: str, params: SamplingParams, template_args: Mapping[str, Any], *, raw: bool
 ) -> list[Request] | list[BatchLine]:
-    """The lines of a file, or with "-" of standard input, of which all are OpenAI's or none is.
-    params and template_args: where a line says nothing. raw: there is no chat template for
-    messages. Raises RequestError with the numbers of all wrong lines."""
+    """The requests in the lines of a file, or of standard input if path is "-". Either all lines
+    are OpenAI's, or none is. params and template_args: defaults for what a line leaves out. raw:
+    prompts are continued as they are, so messages are refused. Raises RequestError with the numbers
+    of all wrong lines."""
     name = "standard input" if path == "-" else path
     if path != "-":
         content = read_file(path)
@@ -100,7 +101,7 @@ def _all_wrong(name: str, wrong: Mapping[int, str]) -> str:
 def are_openais(
     requests: list[Request] | list[BatchLine],
 ) -> TypeGuard[list[BatchLine]]:
-    """Whether they are lines of OpenAI's Batch API."""
+    """Whether the requests are lines of OpenAI's Batch API."""
     return not isinstance(requests[0], Request)
 
 
@@ -244,7 +245,8 @@ def run(
     *,
     quiet: bool,
 ) -> int:
-    """Answer all, with what is shown of it on standard error; returns the exit code."""
+    """Answer all requests, and show progress and statistics on standard error. Returns the exit
+    code."""
     # On a terminal the answers themselves show how far it is.
     shown = not quiet and (answers.path is not None or not is_terminal(sys.stdout))
     try:
@@ -279,7 +281,8 @@ def run(
 
 
 def batch_text(llm: LLM, progress: Progress, loading: Loading) -> str:
-    """The statistics of all answers together, as `infer run --verbose` prints those of one."""
+    """The statistics of all answers together, in the form in which `infer run --verbose` prints
+    them for one."""
     memory = llm.stats().memory
     return table(
         {

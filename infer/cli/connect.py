@@ -133,9 +133,10 @@ def _ask(url: str, model: str | None, api_key: str | None) -> Server:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a program needs. command: starts it. path: the file of its settings; None if it keeps
-    them elsewhere. own: what has to be in there. change: makes the file's text of the one before,
-    which is None if there is no file; raises InferError rather than lose something."""
+    """The settings that a program needs. command: starts the program. path: its settings file, or
+    None if it keeps settings elsewhere. own: the text that the file must contain. change: turns the
+    present text of the file (None: there is no file) into the new one; raises InferError rather
+    than lose anything."""
 
     command: str
     path: Path | None = None
@@ -181,8 +182,8 @@ def _json_file(
     own: Mapping[str, Any],
     is_ours: Callable[[Mapping[str, Any]], bool] = lambda before: True,
 ) -> Setup:
-    """Settings among others. is_ours: whether those of the same names are of an earlier call, so
-    that they may be overwritten."""
+    """A setup that adds settings to a JSON file. is_ours: whether settings of these names come from
+    an earlier call, so that they may be overwritten."""
 
     def change(before: str | None) -> str:
         try:
@@ -349,7 +350,7 @@ def _open_webui(server: Server) -> Setup:
 
 
 def _quoted(text: str) -> str:
-    """As a string of TOML or YAML."""
+    """The text as a quoted string of TOML or YAML."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -52,7 +52,7 @@ class PipedLines:
 
 
 def history_path() -> Path:
-    """Where what was typed is kept."""
+    """The file that keeps the lines typed in `infer chat`."""
     if os.name == "nt":
         state = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     else:
@@ -61,7 +61,8 @@ def history_path() -> Path:
 
 
 class TypedLines:
-    """Lines of a terminal, which can be edited, with those of earlier conversations."""
+    """Lines typed in a terminal: they can be edited, and lines of earlier conversations come
+    back."""
 
     def __init__(self, history: Path) -> None:
         """Raises InferError without prompt-toolkit."""

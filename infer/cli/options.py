@@ -21,8 +21,8 @@ from infer.progress import parse_size
 
 
 def _tidied(params: Iterable[Any]) -> list[Any]:
-    """Parameters whose help shows neither a value where there is none nor a type of Python's, and
-    whose errors show the value that was given."""
+    """Parameters whose help shows no placeholder for flags and no Python types, and whose errors
+    show the value that was given."""
     params = list(params)
     for param in params:
         if "process_value" not in vars(param):
@@ -62,7 +62,8 @@ class Command(TyperCommand):
 
 
 class Commands(TyperGroup):
-    """The group of all commands, which says what there is instead of one that there is not."""
+    """The group of all commands. If a command does not exist, the error names a similar one, and
+    all commands."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _tidied(super().get_params(ctx))
@@ -426,8 +427,8 @@ _MOST_COUNTS = 1024  # in a range
 
 
 def parse_counts(option: str | None, name: str) -> list[int]:
-    """N,N as numbers, of which N-N is all from the one to the other; name: of the option. Raises
-    typer.BadParameter."""
+    """The numbers in a list such as "1,8,64", in which "1-64" means every number from 1 to 64.
+    name: the option, for the error. Raises typer.BadParameter."""
     counts: list[int] = []
     for part in option.split(",") if option is not None else ():
         found = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part, re.ASCII)

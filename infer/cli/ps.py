@@ -40,8 +40,9 @@ def ps(
 
 @dataclass(frozen=True)
 class Served:
-    """A model of a server. What is None is not known, as of one that is not loaded. parent: of an
-    adapter, the model. gpu: what computes it. cache: the part in use, from 0 to 1."""
+    """A model of a server. Values that are not known are None, such as those of a model that is not
+    loaded. parent: the model of a LoRA adapter. gpu: the GPU that computes the model. cache: the
+    share of the cache that is in use, from 0 to 1."""
 
     name: str
     parent: str | None = None
@@ -123,7 +124,8 @@ def _served(model: dict[str, Any], metrics: dict[str, float]) -> Served:
 
 
 def _metrics(data: bytes) -> defaultdict[str, dict[str, float]]:
-    """By model and name, of Prometheus' text those that have no other label."""
+    """The values in a text of Prometheus, by model and name, of metrics that have no label but the
+    model."""
     found: defaultdict[str, dict[str, float]] = defaultdict(dict)
     lines = re.findall(r'^vllm:(\w+)\{model_name="(.*)"\} (\S+)$', data.decode(), re.M)
     for name, model, value in lines:

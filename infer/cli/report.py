@@ -274,7 +274,7 @@ class ModelReport:
 
 
 def _products(products: str) -> str:
-    """For a reader."""
+    """The precision of products in words."""
     return "f16, by matrices, with sums in f32" if products == "f16" else products
 
 
@@ -366,7 +366,8 @@ def result_json(
 
 
 def load_details(llm: LLM, params: SamplingParams, loading: Loading) -> str:
-    """For --verbose: what runs, and how."""
+    """The details that --verbose shows after loading: model, adapter, weights, engine options,
+    sampling."""
     device, engine = llm.device, llm.engine
     dtypes = sorted({tensor.dtype for tensor in engine.weights.values() if len(tensor.shape) > 1})
     nbytes = sum(tensor.nbytes for tensor in engine.weights.values())

@@ -70,7 +70,8 @@ OPTIONS = ContextVar[Mapping[str, str]]("OPTIONS", default=MappingProxyType({}))
 
 
 def in_options(said: object) -> str:
-    """An error or a warning, in which what users choose has the name of its option."""
+    """The text of an error or a warning, in which names of parameters are replaced by the names of
+    options."""
     return named(getattr(said, "marked", str(said)), OPTIONS.get())
 
 
@@ -206,9 +207,9 @@ class MarkdownWriter:
 
 
 def wrapped(text: str, stream: TextIO | None) -> str:
-    """Text for people. Where the stream is a terminal, lines that are wider than it are broken
-    between words. What follows is indented as the line is, or where it is one of a table, a name
-    and after two spaces a value, as the value."""
+    """Text for people. If the stream is a terminal, lines that are too long are broken between
+    words. The rest of a line is indented like its beginning, or, in a table of names and values,
+    like the value."""
     if stream is None or not is_terminal(stream):
         return text
     width = columns(stream)
@@ -324,7 +325,7 @@ def read_prompt(given: str | None) -> str:
 
 
 def read_text(path: str) -> str:
-    """That of a file. Raises RequestError for what is none."""
+    """The text of a file. Raises RequestError if the file cannot be read or is not UTF-8."""
     return _of_bytes(read_file(path), path)
 
 

@@ -63,8 +63,8 @@ class Pulled:
 def pull(
     model: str, *, revision: str | None = None, progress: Progress = lambda done, total: None
 ) -> Pulled:
-    """Fetch what loading a model needs of the hub. For the arguments and the errors see `resolve`;
-    a local model is a ModelNotFoundError."""
+    """Download the files that loading a model needs. Arguments and errors are those of `resolve`;
+    besides, a local model raises ModelNotFoundError."""
     if _is_local(model):
         raise ModelNotFoundError(
             f"{model} is already here, so there is nothing to download. Give a hub id such as "
@@ -254,7 +254,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _format(config: Mapping[str, Any], folder: Path) -> str:
-    """How the weights are stored, as far as the small files say."""
+    """How the weights are stored, as far as the small files of a model tell."""
     text = config.get("text_config")
     places = [config, text if isinstance(text, dict) else {}]
     for key in QUANTIZATION_KEYS:

@@ -223,8 +223,9 @@ class Repository:
     # Fetching
 
     def fetch(self, listing: Listing, names: Iterable[str], progress: Progress) -> Path:
-        """The folder of a commit that holds these files, of `ask`. progress gets bytes that came,
-        and those of all files that were begun.
+        """Download these files and return the folder of the commit that holds them. listing: the
+        result of `ask`. progress: called with the bytes that came, and the bytes of all files that
+        were begun.
 
         Raises ModelError, before anything is fetched where the disk has no room for it.
         """
@@ -327,7 +328,7 @@ class Repository:
     def _receive(
         self, url: str, headers: dict[str, str], about: Any, name: str, part: Path, bar: Any
     ) -> None:
-        """Append to `part` what it lacks of the file."""
+        """Append to `part` the bytes of the file that it lacks."""
         from huggingface_hub import file_download
 
         xet = getattr(about, "xet_file_data", None)
@@ -372,7 +373,8 @@ class Repository:
     # Tokens and errors
 
     def _headers(self) -> dict[str, str]:
-        """With the token, if there is one. Raises ModelAccessError for what cannot be one."""
+        """The headers of requests, with the token if there is one. Raises ModelAccessError for a
+        token that cannot be valid."""
         from huggingface_hub import constants, get_token
         from huggingface_hub.utils import build_hf_headers
 
@@ -543,7 +545,7 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _has_digest(path: Path, digest: str, bar: Any) -> bool:
-    """Whether a file is the one that is meant. An ETag that is no digest means any."""
+    """Whether a file has this digest. An ETag that is no digest fits every file."""
     if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", digest):
         return True
     found = [hashlib.sha256()]

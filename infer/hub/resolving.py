@@ -74,7 +74,7 @@ QUANTISATION = re.compile(r"(?:^|[-.])([A-Z]*[QFP]\d\w*)(?=[-.]|$)", re.ASCII | 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """Where a model's files are.
+    """The place of a model's files.
 
     Attributes:
         path: a folder that holds config.json and the weights, or a GGUF file, which is all.
@@ -234,8 +234,9 @@ def _short(name: str) -> str:
 
 
 def _of_page(model: str, revision: str | None) -> tuple[str, str | None]:
-    """A hub id, or what else `model` is, and the revision: of a page of the hub, such as
-    https://huggingface.co/org/name/tree/main, those that it shows."""
+    """The hub id and the revision that a page of the hub shows, such as
+    https://huggingface.co/org/name/tree/main; anything else is returned as it is, with
+    `revision`."""
     rest = None
     if site := HUB_SITE.match(model):
         rest = model[site.end() :]

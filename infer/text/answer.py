@@ -22,8 +22,9 @@ _THOUGHTS = (
 
 @dataclass(frozen=True)
 class AnswerStyle:
-    """How answers are written. thought: what is before and after one. thinks: whether the template
-    knows of thoughts, which may come without."""
+    """The way in which a model writes answers. tools: the format of its calls. thought: the texts
+    that begin and end a thought. thinks: whether the chat template mentions thoughts; an answer may
+    come without one."""
 
     tools: ToolFormat
     thought: tuple[str, str]
@@ -36,8 +37,8 @@ class AnswerStyle:
         return self.thought
 
     def is_thinking(self, begun: str) -> bool:
-        """Whether the prompt, of which this is what it has of the answer, has begun a thought and
-        not ended it."""
+        """Whether the prompt has begun a thought and not ended it. begun: the end of the prompt,
+        which belongs to the answer."""
         if self.tools.whole:
             return "<|channel|>analysis" in self.opened(begun)
         begin, end = self.thought

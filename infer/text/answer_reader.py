@@ -69,7 +69,7 @@ class _Words:
 
 
 class Reader:
-    """Text that arrives, of which parsers take the beginning.
+    """The text of an answer while it arrives; parsers take it from the beginning.
 
     functions: the JSON schema of each function's arguments. most: calls that are read. short_ids:
     ids of calls are nine letters and digits, as Mistral's templates want them. tokens: markers that
@@ -110,7 +110,7 @@ class Reader:
 
     @property
     def is_cut(self) -> bool:
-        """Whether no more text comes where more was to come."""
+        """Whether the answer was cut: no more text comes, although the answer had not ended."""
         return self._cut
 
     def take_pieces(self) -> Pieces:
@@ -152,8 +152,9 @@ class Reader:
     # Taking text
 
     def copy_until(self, *markers: str, write: Write, take: bool = True) -> Steps[str | None]:
-        """Write what comes before the first of these markers, and `take` that too. Returns it, None
-        at the end. Of markers that begin at one place it is the longest."""
+        """Write the text before the first of these markers, and take the marker too if `take`.
+        Returns the marker, or None if the text ends before one. If two markers begin at the same
+        place, the longer one counts."""
         while True:
             found = [(self._left.find(marker), -len(marker), marker) for marker in markers]
             found = [each for each in found if each[0] >= 0]
@@ -182,7 +183,8 @@ class Reader:
         return None
 
     def _goes_on(self, starts: Sequence[str]) -> Steps[bool]:
-        """Whether one of these comes next, after spaces; all of it, or what came before the end."""
+        """Whether one of `starts` comes next, after spaces. At the end of the text, a part of one
+        is enough."""
         while True:
             text = self._left.lstrip(SPACE)
             if text.startswith(tuple(starts)):
@@ -231,7 +233,7 @@ class Reader:
         return marker
 
     def sees(self, *starts: str) -> Steps[bool]:
-        """Whether one of these comes next, after spaces."""
+        """Whether one of `starts` comes next, after spaces."""
         while True:
             text = self._left.lstrip()
             if text.startswith(starts):

@@ -66,8 +66,8 @@ def escaped(pattern: str) -> str:
 
 
 class Arguments:
-    """The arguments of a function. Methods raise SchemaError for what cannot be followed of a
-    strict one."""
+    """The grammar of a function's arguments. Methods raise SchemaError if the function is strict
+    and its schema cannot be followed."""
 
     def __init__(
         self,
@@ -249,8 +249,9 @@ class Arguments:
     def _xml_parameter(
         self, tags: Tags, key: str, name: str, schema: object, more: str, may_end: bool = True
     ) -> str:
-        """A parameter behind the beginning of its tag, and what follows: the beginning of the next
-        and `more`, if there is any, or the end of the call, if it may."""
+        """The grammar of a parameter, from behind the beginning of its tag up to what follows: the
+        beginning of the next parameter and `more`, if there is any, or the end of the call, if
+        `may_end`."""
         lark = self._lark
         newline = "\n" if tags.newlines else ""
         end = f"{newline}{tags.value_end}\n"
@@ -379,7 +380,7 @@ def _texts(patterns: Iterable[str]) -> dict[str, Any]:
 
 
 def _is_xml_name(tags: Tags, name: str) -> bool:
-    """Whether the parser reads the name as it is."""
+    """Whether the parser of these tags reads a parameter's name back unchanged."""
     return name == name.strip() != "" and tags.key_end not in name and '"' not in name
 
 

@@ -66,7 +66,8 @@ class StreamingDetokenizer:
 
     @property
     def length(self) -> int:
-        """Characters of the text so far, without a last one of which only a part is there."""
+        """The number of characters of the text so far. A last character that has not arrived
+        completely does not count."""
         return self._out + len(self._run.decode(errors="ignore"))
 
     def finish(self) -> str:

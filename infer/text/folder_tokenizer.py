@@ -27,8 +27,8 @@ _FIRST = (
 
 
 def open_tokenizer(path: Path, template: str | None = None) -> Tokenizer:
-    """That of a model folder or a GGUF file. template: the source of a chat template in place of
-    those of the model. Raises TokenizerError."""
+    """The tokenizer of a model folder or a GGUF file. template: the source of a chat template that
+    replaces the model's own. Raises TokenizerError."""
     tokenizer = folder_tokenizer(path) if not path.is_file() else _of_gguf(path)
     if template is not None:
         tokenizer.templates = {"default": template}
@@ -115,7 +115,7 @@ def _add_tokens(
     named: Mapping[str, tokenizers.AddedToken],
 ) -> None:
     """Add the tokens that tokenizer.json lacks, or has with other flags, as transformers does.
-    added: those of added_tokens.json, by their texts."""
+    added: the contents of added_tokens.json, ids by texts."""
     present = backend.get_added_tokens_decoder()
     special = {token.content: token for token in (*named.values(), *_unnamed(config))}
     try:

@@ -48,8 +48,8 @@ class WrongValueError(ValueError):
 
 @dataclass(frozen=True)
 class ValueType:
-    """A type of values. schema: in JSON. read: from what JSON has to a value of this type; raises
-    WrongValueError."""
+    """The type of an argument. schema: its JSON schema. read: turns a JSON value into a value of
+    this type, or raises WrongValueError."""
 
     schema: dict[str, Any]
     read: Callable[[Any], Any]
@@ -76,7 +76,7 @@ class PythonFunction:
 
     @property
     def tool(self) -> dict[str, Any]:
-        """In OpenAI's form."""
+        """The function as a tool, in OpenAI's form."""
         described = {"name": self.name, "description": self.description}
         return {"type": "function", "function": described | {"parameters": self.arguments.schema}}
 

@@ -201,9 +201,9 @@ def _types(found: "_Metadata", tokens: Sequence[str]) -> list[float]:
 
 
 def _is_phi3(metadata: Mapping[str, Any], kind: str) -> bool:
-    """Whether tokens take the space behind them, which no file says: those of Phi-3 and Phi-3.5,
-    but not those of Phi-4, which has the same architecture and another kind of tokenizer. llama.cpp
-    goes by the name, as files may have been converted to Llama's architecture."""
+    """Whether special tokens take the space behind them, which no file says. This holds for Phi-3
+    and Phi-3.5, but not for Phi-4, which has the same architecture and another kind of tokenizer.
+    llama.cpp decides by the name, as files may have been converted to Llama's architecture."""
     name = str(metadata.get("general.name")).lower()
     of_phi3 = metadata.get("general.architecture") == "phi3" and kind == "llama"
     return of_phi3 or "phi-3" in name or "phi3" in name
@@ -271,8 +271,8 @@ def _byte_level(
 def _sentencepiece(
     found: _Metadata, tokens: Sequence[str], types: Sequence[float]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """Merges of characters with bytes for those unknown, as SentencePiece's BPE does them. Those of
-    Gemma 4 are always listed."""
+    """The BPE tokenizer of SentencePiece: merges of characters, and bytes for unknown characters.
+    The merges of Gemma 4 are always listed in the file."""
     gemma4 = found.get("model", str) == "gemma4"
     if found.get("remove_extra_whitespaces", bool, False):
         raise found.error("removing extra whitespace is not implemented")
@@ -316,8 +316,8 @@ def _sentencepiece(
 
 
 def _merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The pairs that make tokens, those of the highest score first: SentencePiece merges the
-    neighbours whose union scores highest."""
+    """The pairs of tokens that are merged, sorted so that the token with the highest score comes
+    first: SentencePiece merges the neighbours whose union scores highest."""
     pairs = [
         (-score, -cut, token[:cut], token[cut:])
         for token, score in scores.items()

@@ -34,7 +34,8 @@ _KNOWN = (
 
 
 def find_infill(has_token: Callable[[str], bool]) -> Infill | None:
-    """That of a vocabulary; None where it has none."""
+    """The tokens with which a vocabulary fills in the middle, or None if it has none. has_token:
+    whether a text is a token."""
     for known in _KNOWN:
         if all(map(has_token, filter(None, (known.prefix, known.suffix, known.middle)))):
             return known

@@ -58,8 +58,9 @@ class SchemaError(Exception):
 
 
 def ways_of(schema: object, root: Mapping[str, Any]) -> list[Way]:
-    """The ways to be valid: schemas without `$ref`, `allOf`, `anyOf`, `oneOf` and `const`, each of
-    one `type`, some of which may be impossible. `pattern` and `format` are lists.
+    """The ways in which a value can be valid: a list of schemas without `$ref`, `allOf`, `anyOf`,
+    `oneOf` and `const`, each with one `type`. Some of them may be impossible. `pattern` and
+    `format` are lists.
 
     Schemas of items and properties stay as they are; where two say something of the same, they are
     an `allOf`. Of `oneOf`, that only one may be valid is left out. root: the schema in which
@@ -102,7 +103,7 @@ def loose_argument_ways(parameters: Mapping[str, Any]) -> list[Way]:
 
 @dataclass(frozen=True)
 class Argument:
-    """How a value is read that stands without quotes where it is text.
+    """How an argument's value is read if texts stand without quotes.
 
     kinds: the JSON types that it may have. apart: those of them that text must not look like,
     because not every value of these types is valid.
@@ -112,7 +113,7 @@ class Argument:
     apart: frozenset[str]
 
     def may_be_other(self, text: str) -> bool:
-        """Whether a value that may be text is read as one of its other types."""
+        """Whether a text would be read as one of the argument's other types."""
         text = text.strip(SPACE)
         return any(
             text.startswith(BEGINS_AS[kind])
@@ -122,13 +123,13 @@ class Argument:
         )
 
     def of(self, kinds: frozenset[str]) -> Argument:
-        """How it is read where it is known to have one of these types."""
+        """How a value is read if it is known to have one of these types."""
         known = self.kinds & kinds or kinds
         return Argument(known, known - {"string"})
 
 
 def argument_of(parameters: Mapping[str, Any], name: str) -> Argument:
-    """How an argument of a function is read."""
+    """How the value of the argument `name` of a function is read."""
     kinds: set[str] = set()
     free = set(KINDS)
     for way in loose_argument_ways(parameters):
@@ -180,8 +181,8 @@ def standalone(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def closed(schema: Any) -> Any:
-    """A schema of pydantic's, whose models ignore properties that they do not know: there need not
-    be any."""
+    """A copy of pydantic's schema whose objects allow no further properties: pydantic's models
+    ignore properties that they do not know, so a model need not write any."""
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):

@@ -194,11 +194,12 @@ class Tokenizer:
         return known and token_id not in self._skipped
 
     def is_added(self, token_id: int) -> bool:
-        """Whether it is an added token, special or not."""
+        """Whether the id is an added token, special or not."""
         return token_id in self._added
 
     def named_in(self, texts: tuple[str, ...]) -> frozenset[int]:
-        """Added tokens that stand in these texts, of which there are few."""
+        """The ids of added tokens whose text is part of one of these texts. The result is kept for
+        each tuple of texts, so there should be few."""
         if texts not in self._named:
             names = (self.special_names | self.added_text_ids).items()
             self._named[texts] = frozenset(i for name, i in names if any(name in t for t in texts))

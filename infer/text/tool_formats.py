@@ -25,9 +25,9 @@ _NOT_TEXT = frozenset(KINDS) - _TEXT
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """signs: what templates of this format say. read: an answer, or what follows its reasoning; of
-    a format of `whole` answers, reasoning too. markers: what may be special tokens. short_ids: as
-    for `Reader`."""
+    """A way of writing calls. signs: texts by which a template of this format is recognised. read:
+    the parser of an answer, or of what follows its reasoning; if `whole`, it parses the reasoning
+    too. markers: texts that may be special tokens. short_ids: as for `Reader`."""
 
     name: str
     signs: tuple[str, ...]
@@ -60,7 +60,8 @@ def _json_calls(reader: Reader, end: str, *, bare: bool = False) -> Steps[None]:
 
 
 def _json_call(reader: Reader, *, bare: bool) -> Steps[None]:
-    """bare: without a marker, any JSON may be text. What is none of these keys and functions is."""
+    """Read a call that is a JSON object. bare: the call has no marker around it, so JSON that has
+    other keys, or names no known function, is text."""
     name: str | None = None
     arguments: str | None = None
     told = False
@@ -101,7 +102,8 @@ def _json_call(reader: Reader, *, bare: bool) -> Steps[None]:
 
 
 def _arguments(reader: Reader) -> Steps[None]:
-    """Arguments in JSON, of which an object is passed on as it comes, and the end of the call."""
+    """Read arguments in JSON and the end of the call. If they are an object, they are passed on
+    while they arrive."""
     parts: list[str] = []
     is_object = yield from reader.sees("{")
     is_whole = yield from reader.json_value(reader.arguments if is_object else parts.append)
@@ -224,9 +226,9 @@ def _deepseek_calls(reader: Reader) -> Steps[None]:
 
 @dataclass(frozen=True)
 class Tags:
-    """section: around all calls, or, where `call` is empty, around each. A call's name ends with
-    name_end, that of a parameter with key_end, which a value and value_end follow. Newlines around
-    the value may be part of the format."""
+    """The texts that surround the parts of a call. section: around all calls, or around each if
+    `call` is empty. A call's name ends with name_end. A parameter's name ends with key_end; then
+    come its value and value_end. newlines: the value stands between line breaks."""
 
     section: str
     section_end: str
@@ -678,6 +680,6 @@ FORMATS = (
 
 
 def find_format(template: str) -> ToolFormat | None:
-    """The one that a chat template shows."""
+    """The format of calls that a chat template shows, or None."""
     found = (each for each in FORMATS if all(sign in template for sign in each.signs))
     return next(found, None)
