@@ -108,7 +108,7 @@ def run_server(step: str, arguments: Sequence[str]) -> None:
 
     isolated.subprocess.Popen = Popen  # type: ignore[misc]
     piece, part = ChoicesFormat.piece, Call.part
-    told = defaultdict[Any, list[float]](list)  # by task, what it is about to write
+    told = defaultdict[Any, list[float]](list)  # by task: the times of tokens it is about to write
     delays: list[float] = []
 
     def timed_piece(self: Any, index: int, chunk: Any) -> bytes:

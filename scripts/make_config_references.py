@@ -104,7 +104,7 @@ def defaults(case: str) -> dict[str, dict[str, dict[str, Any]]]:
     table: dict[str, dict[str, dict[str, Any]]] = {}
     for spelling, config in configs(case).items():
         own = whole(config)
-        if own is None:  # what it writes it need not read
+        if own is None:  # transformers cannot read every config that it writes
             continue
         base, rows = flat(own), table.setdefault(spelling, {})
         for key, rest in without(config):

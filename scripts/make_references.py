@@ -254,7 +254,7 @@ def random_weight(
     ):
         # Small beside what the layers add, or tied embeddings would repeat the last token for ever.
         return rng.normal(0.0, embedding, shape)
-    if name.endswith("router.proj.weight"):  # what it gives is divided by the root of the width
+    if name.endswith("router.proj.weight"):  # its logits are divided by the root of the width
         return rng.normal(0.0, 1.5, shape)
     if name.endswith("A_log"):  # what came long ago must matter
         return rng.uniform(-4.0, 0.0, shape)

@@ -29,7 +29,7 @@ from infer.models import build_model
 from infer.models.loading.config import RawConfig
 from infer.models.loading.shapes import SHAPES
 
-PERIOD = 16_777_213  # values, and then the same ones again: prime, so that no two rows are alike
+PERIOD = 16_777_213  # values until they repeat; prime, so that no two rows are alike
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ from infer.loading import DTYPES
 from infer.memory import DEFAULT_CONTEXT
 from infer.models.loading.shapes import PUBLISHED, SHAPES
 
-# The rule for each kernel, and what is tried: the values of its variant's fields.
+# The rule for each kernel, and the values to try for each field of its variant.
 RULES: dict[str, Callable[..., Any]] = {
     "matmul_vec": matmul_vec_variant,
     "head_linear": head_linear_variant,

@@ -49,7 +49,7 @@ _WARM_UP_SECONDS = 0.3  # a GPU that was idle needs work before its clock is up
 _HOST_STEPS = 32
 LEAST_PASS = 1e-4  # seconds that a timed pass takes at least: a pass itself costs some 3 µs
 
-BATCH_DEPTH = 128  # tokens before those of a batch, where nobody says how many
+BATCH_DEPTH = 128  # default number of tokens before the batch
 BATCH_TOKENS = 32  # of each answer in a run of it
 _SETTLE = 2  # steps of all of a batch before those that are timed: the first gathers their rows
 _PROBE = 16  # tokens of a prompt that tells how fast a prefill is, to choose its size

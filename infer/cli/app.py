@@ -431,7 +431,7 @@ def run(
                 if given is not None:
                     raise RequestError(f"{name} needs --file.")
             given = " ".join(words) if words else prompt
-            leaves = raw or as_json  # what is no conversation
+            leaves = raw or as_json  # leaves: the answer is not a conversation
             if given is None and not leaves and is_terminal(sys.stdin) and is_terminal(sys.stdout):
                 lines = TypedLines(history_path())
             else:
@@ -475,7 +475,7 @@ def run(
         if params.constrained:
             from infer.engine.constraint import library
 
-            library()  # what is missing shows before the model is read
+            library()  # a missing library shows before the model is read
         if file is not None:
             from infer.cli import batch
             from infer.cli.answer_file import Answers

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _OWN = ("id", "prompt", "messages", "n")
 _MOST_SAMPLES = 256  # of a prompt
-_TOLD, _NUMBERED = 20, 200  # wrong lines of which it is told what is wrong, and others' numbers
+_TOLD, _NUMBERED = 20, 200  # wrong lines shown with their error, and shown by number only
 _FAILURES = (RequestError, TokenizerError, ModelError)  # of one answer, beside which others go on
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from infer.cli.terminal import note, of_system, uninterrupted
 from infer.kernels.errors import InferError, RequestError
 
-_HISTORY = 1 << 20  # bytes of what was typed before; of a larger file the older half is dropped
+_HISTORY = 1 << 20  # bytes of the history; a larger file loses its older half
 
 
 class Lines(Protocol):

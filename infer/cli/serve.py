@@ -256,7 +256,7 @@ def serve(
             "chat_template": None if chat_template is None else own_template(chat_template),
             "offline": offline,
         }
-        if len(models) > 1:  # which are loaded when clients ask for them
+        if len(models) > 1:  # several models are loaded when clients ask for them
             from infer.loading import check_options
 
             check_options(**load_options)

@@ -146,7 +146,7 @@ class MarkdownWriter:
             and os.name != "nt"
         )
         self._held = ""  # a mark at the end, which may go on
-        self._line = ""  # how the line begins, as far as that says what it is
+        self._line = ""  # the beginning of the line, which tells its kind
         self._block = self._heading = self._bold = self._code = False
 
     def write(self, text: str) -> None:

@@ -196,7 +196,7 @@ def _model(
     path: Path,
     files: list[Path],
 ) -> CachedModel:
-    # Not of the small files, which are read to list them.
+    # The small files do not count: listing models reads them.
     weights = [file for file in files if file.suffix.lower() in (".safetensors", ".gguf")]
     used = max((file.stat().st_atime for file in weights), default=path.stat().st_mtime)
     known = tuple(sorted(ref for ref, meant in refs.items() if meant == commit))
@@ -381,7 +381,7 @@ def find_deletion(model: str, revision: str | None = None) -> Deletion:
         return Deletion(of_hub[0], revisions, _nbytes(_contents(folder)), frozenset({folder}))
     gone = {file for every in victims.values() for file in every}
     kept = {_blob(file) for every in files.values() for file in every if file not in gone}
-    # A link may lead elsewhere: what it leads to is not the cache's.
+    # A link may lead elsewhere: its target does not belong to the cache.
     place = Path(os.path.realpath(folder / "blobs"))
     blobs = {blob for file in gone if (blob := _blob(file)).parent == place} - kept
     blobs = {blob for blob in blobs if os.path.lexists(blob)}

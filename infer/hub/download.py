@@ -32,11 +32,11 @@ from infer.progress import size
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 
-ASK_SECONDS = 10.0  # for the question whether there is something newer than what is cached
-ANSWER_SECONDS = 60.0  # for the same where nothing is
+ASK_SECONDS = 10.0  # to ask whether there is a newer revision than the cached one
+ANSWER_SECONDS = 60.0  # to ask for files if nothing is cached
 STALL_SECONDS = 120.0  # for downloads without progress, which so many bytes of all files are:
 STALL_BYTES = 1 << 14
-_GRACE_SECONDS = 1.0  # for threads to end, and to remove what they have fetched in part
+_GRACE_SECONDS = 1.0  # for threads to end, and to remove partial files
 _RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)  # before a file is asked for again, where it got no further
 _WORKERS = 8
 _LISTING_BYTES = 1 << 26

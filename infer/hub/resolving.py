@@ -50,7 +50,7 @@ SMALL_FILES = (
     OLD_GPTQ,
     MODULES,
     POOLING,
-    ADAPTER_CONFIG,  # which a model has not: to say what it is
+    ADAPTER_CONFIG,  # no model has this file: it tells that a repository is an adapter
     INDEX,
 )
 CARD, CARD_BYTES = "README.md", 1 << 20  # says the licence; of one that is larger nothing is read

@@ -90,9 +90,9 @@ class Reader:
         self.pieces = Pieces()
         self.unfinished: int | None = None  # the call that has begun and is not whole
         self._short_ids, self._tokens = short_ids, tokens
-        self._left = ""  # what is not taken yet
+        self._left = ""  # text that no parser has taken yet
         self._ended = self._cut = False
-        self._attempt: str | None = None  # what was taken for a call that has no name yet
+        self._attempt: str | None = None  # text taken for a call whose name has not come
         self._text, self._reasoning = _Words(), _Words()
         self._reasoning.trims = True
 

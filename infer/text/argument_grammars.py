@@ -233,7 +233,7 @@ class Arguments:
         """Parameters in the schema's order."""
         lark = self._lark
         named, others = self._properties(way, partial(_is_xml_name, tags))
-        more, may_end = "", True  # what comes after the beginning of the next parameter's tag
+        more, may_end = "", True  # more: the text after the beginning of the next parameter's tag
         if others is not False:
             name = self._other_name(named)
             more = lark.recursive(lambda own: self._xml_parameter(tags, name, "", others, own))

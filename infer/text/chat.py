@@ -249,7 +249,7 @@ def _written(
         from infer.text.tool_formats import find_format
         from infer.text.tool_grammars import example_call
 
-        known = find_format(source)  # that of calls and results, but not of tools
+        known = find_format(source)  # the format of calls and results, not of tools
         written = [*messages] if known is not None else [*in_words(messages)]
         system = forms.content(Kind("system"))
         role = "system" if system.text or system.part else "user"

@@ -281,7 +281,8 @@ def _sentencepiece(
     else:
         scores = found.numbers("scores", len(tokens))
         if str(found.gguf.metadata.get("general.architecture")).startswith("gemma"):
-            scores = [-float(i) for i in range(len(tokens))]  # its own are not those of its merges
+            # Gemma's own scores are not in the order of its merges; its ids are.
+            scores = [-float(i) for i in range(len(tokens))]
         normal = {
             token: score
             for token, score, of in zip(tokens, scores, types, strict=True)

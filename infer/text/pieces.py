@@ -20,7 +20,7 @@ from tokenizers import Encoding
 
 PIECE = 1 << 16  # characters that a window goes beyond the one before
 _OVERLAP = 256  # tokens, or as far as the beginning of a word is from there, up to twice as many
-_BEFORE, _AFTER = 8, 32  # tokens that have to be the same before a joint and after it
+_BEFORE, _AFTER = 8, 32  # tokens that must be equal before and after a joint
 
 _Token = tuple[int, int, bool]  # its id, its place in the text, whether it begins a word
 

@@ -31,7 +31,7 @@ BEGINS_AS = {"array": "[", "object": "{"}
 
 _MOST_WAYS = 256
 _NOTES = ("title", "description", "default", "examples", "$comment")
-# Keywords of each type, by how those of two schemas for one value are put together.
+# Keywords of each type, and how the values of two schemas for one value are combined.
 _LARGER = ("minLength", "minItems", "minProperties", "minimum", "exclusiveMinimum")
 _SMALLER = ("maxLength", "maxItems", "maxProperties", "maximum", "exclusiveMaximum")
 _ALL = ("pattern", "format", "multipleOf")  # lists

@@ -47,7 +47,7 @@ _TOTAL = 16  # times as much in all
 _DEPTH = 200  # of lists in lists
 
 _WEB = ("pprint", "striptags", "urlize", "xmlattr")
-# Filters and methods whose result, or time, grows with the product of what they are given.
+# Filters and methods whose result, or time, grows with the product of their arguments.
 _GROWING = frozenset(
     "batch center expandtabs indent join ljust lstrip rfind rindex rjust "  # noqa: SIM905
     "rpartition rsplit rstrip slice strip to_bytes tojson translate trim zfill *".split()
@@ -93,7 +93,7 @@ def compile_template(source: str) -> Template:
         dict=_Dict(),
         namespace=_Namespace,
     )
-    # Python's own compiler refuses what is nested too deeply, by several errors.
+    # Python's own compiler refuses code that is nested too deeply, with several kinds of errors.
     with foreign("The chat template does not compile"):
         try:
             return environment.from_string(source)
@@ -167,7 +167,8 @@ class _Budget:
         elif name == "replace" and len(values) > 2 and isinstance(values[0], str):
             old, new = str(values[1]), str(values[2])
             growth = (values[0].count(old) + 1) * len(new)
-        elif name == "wordwrap" and isinstance(values[0], str):  # what is left of a word is copied
+        elif name == "wordwrap" and isinstance(values[0], str):
+            # jinja copies the rest of a long word for each of its lines.
             width = values[1] if len(values) > 1 and isinstance(values[1], int) else 79
             growth = sum(len(word) ** 2 for word in values[0].split()) // max(width, 1)
         elif name == "%" and values and isinstance(values[0], str):
@@ -344,7 +345,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter or a test within the limits."""
-    first = 1 if hasattr(function, "jinja_pass_arg") else 0  # of the arguments, what it is given
+    # The place of the value among the arguments: jinja passes some functions its context first.
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)
     def limited(*args: Any, **kwargs: Any) -> Any:

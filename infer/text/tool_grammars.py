@@ -273,7 +273,7 @@ class _Lark:
             "INDEX: /[0-9]{1,3}/",
             f"text: {'(TEXT loose)* TEXT' if loose else 'TEXT'}",
         ]
-        self._known: dict[str, str] = {}  # names of rules by what they are
+        self._known: dict[str, str] = {}  # names of rules by their definitions
         self._loose = self.more_text = ""
         if loose:
             self._loose, self.more_text = "(TEXT loose)* ", "(loose TEXT)*"

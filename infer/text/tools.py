@@ -53,7 +53,7 @@ class ToolCall:
         are no JSON object, and where the Python function does not take them."""
         try:
             value = json.loads(self.arguments)
-            # An escape may be half of a pair, which is no text that can be sent on.
+            # An escape may be half of a surrogate pair, which cannot be encoded as UTF-8.
             value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
         except RecursionError:
             value = None
