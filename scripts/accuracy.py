@@ -72,8 +72,8 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Logits:
-    """whole: for each prompt the logits after every token, [tokens, vocab]; last: those after the
-    last ones, by the way of answers, [prompts, vocab]."""
+    """Logits of the prompts. whole: for each prompt the logits after every token, [tokens, vocab].
+    last: the logits after each prompt's last token, computed as for an answer, [prompts, vocab]."""
 
     whole: list[Floats]
     last: Floats
@@ -188,7 +188,7 @@ def make_prompts(
 
 
 def reference_versions() -> dict[str, str]:
-    """Raises RequestError without the extra."""
+    """The versions of torch and transformers. Raises RequestError if one is not installed."""
     try:
         import torch
         import transformers
@@ -202,8 +202,8 @@ def reference_versions() -> dict[str, str]:
 def of_transformers(
     folder: Path, prompts: Sequence[Sequence[int]], dtype: str, device: str
 ) -> Logits:
-    """Computed in that dtype, by one forward pass for each prompt. Raises RequestError where
-    transformers does not read all weights."""
+    """The logits of transformers in this dtype, one forward pass for each prompt. Raises
+    RequestError if transformers does not find all weights."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -227,7 +227,7 @@ def of_transformers(
 
 
 def prefilled(llm: infer.LLM, ids: Sequence[int]) -> Floats:
-    """The logits that the first token after a prompt is chosen by."""
+    """The logits from which the first token after a prompt is chosen."""
     params = infer.SamplingParams(temperature=0.0, max_tokens=1).resolved({})
     (step,) = llm.engine.generate(ids, params, with_logits=True)
     assert step.logits is not None
@@ -237,7 +237,7 @@ def prefilled(llm: infer.LLM, ids: Sequence[int]) -> Floats:
 def accuracy(
     model: str, computed: str, products: str | None, got: Logits, exact: Logits
 ) -> Accuracy:
-    """exact: in f32, by transformers."""
+    """Compare logits with exact ones, which transformers computed in f32."""
     kl, same = [], []
     squares = np.zeros(2)
     for own, right in zip(got.whole, exact.whole, strict=True):  # of one prompt at a time in f64

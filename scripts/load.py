@@ -52,8 +52,9 @@ WORDS = ("a", "bird", "cat", "day", "each", "fish", "green", "house", "in", "jus
 
 @dataclass
 class Request:
-    """Times are since the beginning of the load. status: 200, another, or in words what went
-    wrong. leave: tokens after which the client goes away. times: of the events with text."""
+    """A request of the load. Times are in seconds since the beginning of the load. status: 200,
+    another status, or in words what went wrong. leave: the number of tokens after which the client
+    goes away. times: when events with text came."""
 
     sent: float
     leave: int | None
@@ -182,7 +183,8 @@ _read_event = msgspec.json.Decoder(_Event).decode
 
 
 class Connection(asyncio.Protocol):
-    """One after the other it carries requests, as long as the server keeps it open."""
+    """A connection that carries one request after the other, as long as the server keeps it
+    open."""
 
     def __init__(self, begin: float) -> None:
         self._begin = begin
@@ -195,7 +197,7 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     async def send(self, request: Request, head_and_body: bytes, seconds: float) -> None:
-        """Until its answer has ended, or nothing has come for so long."""
+        """Send a request and read its answer, until it has ended or nothing came for `seconds`."""
         assert self._transport is not None
         self._request, self._rest, self._is_stream = request, b"", False
         self._parser = httptools.HttpResponseParser(self)
@@ -316,7 +318,7 @@ def told(url: str, api_key: str | None, model: str | None) -> dict[str, Any]:
 
 @dataclass
 class Load:
-    """args: as of the command line."""
+    """The load of requests. args: the options of the command line."""
 
     args: argparse.Namespace
     requests: list[Request] = field(default_factory=list)
@@ -481,8 +483,8 @@ def _of(values: Iterable[float]) -> tuple[float, float] | None:
 
 
 def sample(pid: int, at: float) -> Sample:
-    """Returns the resources of a process and of those that it started, from Linux's /proc; zeros
-    where there is no /proc."""
+    """Returns the resources of a process and its children, from Linux's /proc; zeros if there is no
+    /proc."""
     memory = threads = sockets = files = 0
     for each in _family(pid):
         with suppress(OSError):

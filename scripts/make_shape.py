@@ -48,8 +48,8 @@ def main() -> None:
 
 
 def write(shape: str, folder: Path, layers: int | None = None, seed: int = 0) -> None:
-    """Raises RequestError for a folder that is there already, and for layers that the shape does
-    not have."""
+    """Write the model folder. Raises RequestError if the folder exists, or if the shape has fewer
+    layers."""
     if folder.exists():
         raise RequestError(f"{folder} is there already. Name another folder.")
     config = first_layers(shape, layers)

@@ -56,7 +56,8 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Quality:
-    """One variant of a model on `tokens` tokens. decode_: of forced decoding of decode_tokens."""
+    """The quality of one variant of a model on `tokens` tokens. Fields that begin with decode_ are
+    of forced decoding of decode_tokens tokens."""
 
     model: str
     variant: str
@@ -119,13 +120,14 @@ def log_softmax(logits: Floats) -> Floats:
 
 
 def scored(llm: infer.LLM, texts: Sequence[list[int]]) -> list[Floats]:
-    """Log probabilities after every token of each text but the last, by the kernels of prefill."""
+    """The log probabilities after every token of each text except the last, computed by the kernels
+    of prefill."""
     return [log_softmax(llm.logits(ids)[:-1]) for ids in texts]
 
 
 def decoded(llm: infer.LLM, texts: Sequence[list[int]]) -> list[Floats]:
-    """Returns the log probabilities of decode: each token of a text is forced after the one
-    before."""
+    """Returns the log probabilities computed by the kernels of decode: each token of a text is
+    forced after the one before."""
     return [log_softmax(forced(llm, ids)) for ids in texts]
 
 
@@ -166,7 +168,7 @@ def perplexity(log_probabilities: Sequence[Floats], texts: Sequence[list[int]]) 
 def measure(
     model: str, text: Path | None, tokens: int, decode_tokens: int, device: str | None
 ) -> Iterator[Quality]:
-    """One Quality for each variant, the stored model first."""
+    """The quality of each variant, the stored model first."""
     texts: list[list[int]] = []
     few: list[list[int]] = []
     exact: tuple[list[Floats], list[Floats]] = ([], [])

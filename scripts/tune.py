@@ -210,7 +210,7 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
 
 
 def serves(variant: Any, *call: Any) -> bool:
-    """Whether a variant can do what one call of the rule asks for."""
+    """Whether a variant can do what this call of the rule asks for."""
     if isinstance(variant, MatrixVariant):
         if len(call) == 2:  # of experts, whose tiles have as many rows as were sorted for them
             return (variant.rows, variant.splits) == (call[0], 1)
@@ -242,8 +242,8 @@ class Result:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The dispatches of one shape in a plan: `calls` of the kernel, which is of that variant, and
-    what belongs to each."""
+    """The dispatches of one shape in a plan. calls: how often the kernel runs. variant: the variant
+    that it is of. dispatches: the kernel's dispatches, and those that finish their work."""
 
     label: str
     variant: Any
@@ -256,7 +256,8 @@ class Group:
 
 
 class ForcedTuning(Tuning):
-    """The rules, but one kernel is of one variant wherever it can be (None: nowhere)."""
+    """The rules of tuning, except that one kernel uses a given variant wherever it can (None:
+    nowhere)."""
 
     def __init__(self, device: Device, kernel: str, variant: Any) -> None:
         super().__init__(device)
@@ -283,7 +284,7 @@ class ForcedTuning(Tuning):
 
 
 class ForcedLowering(Lowering):
-    """Knows what variant each kernel is of."""
+    """A lowering that remembers the variant of each kernel."""
 
     def __init__(
         self, target: Target, graph: Graph, step: Buffer, output: Buffer, tuning: ForcedTuning
@@ -396,8 +397,8 @@ class Sweep:
         return " ".join(w for w in words if not self.prefill or w not in ("bias", "residual"))
 
     def compile(self, variants: Sequence[Any]) -> dict[Any, ForcedLowering | str]:
-        """The model for each of the variants, without the kernels that cannot be compiled: the
-        error for a variant of which none is left."""
+        """The lowered model for each variant, without kernels that do not compile; or, if no kernel
+        of that variant is left, the error."""
         lowered = {variant: self._lower(variant) for variant in variants}
         specs = dict.fromkeys(k.spec for low in lowered.values() for k in low.kernels)
         with ThreadPoolExecutor(max_workers=8) as pool:
@@ -420,7 +421,7 @@ class Sweep:
     def measure(
         self, lowering: ForcedLowering, kv_len: int, repeats: int, done: set[Any]
     ) -> list[Result]:
-        """A result for each shape, but for kernels that are in `done`, and add them to it."""
+        """A result for each shape whose kernels are not in `done`; they are added to it."""
         groups = [g for g in self._groups(lowering) if (g.label, kv_len, g.specs) not in done]
         done.update((g.label, kv_len, g.specs) for g in groups)
         place_step(self.engine, [0] * self.rows, kv_len - self.rows)
@@ -448,7 +449,8 @@ class Sweep:
     def results(
         self, kv_lens: Sequence[int], repeats: int, seconds: float, batch: int = 8
     ) -> Iterator[tuple[int, Any, list[Result] | str]]:
-        """(number, variant, results or an error) of the variants, until the time is over."""
+        """Yields (number, variant, results or an error) for the variants, until the time is
+        over."""
         end = time.perf_counter() + seconds
         done: set[Any] = set()
         for start in range(0, len(self.variants), batch):
@@ -464,7 +466,8 @@ class Sweep:
 
 
 def numbers(variant: Any) -> dict[str, int]:
-    """The fields of a variant that vary: all but the shape of an adapter's matrices."""
+    """The fields of a variant that vary, which are all but the shape of a LoRA adapter's
+    matrices."""
     return {name: int(value) for name, value in asdict(variant).items() if name != "shape"}
 
 
@@ -582,7 +585,8 @@ def _run(sweep: Sweep, name: str, options: argparse.Namespace) -> None:
 
 
 def _line(sweep: Sweep, results: Sequence[Result]) -> str:
-    """The times, by the numbers of the shapes; with another variant one may be named otherwise."""
+    """The times of a variant, each behind the number of its shape. A shape that is labelled
+    differently with this variant stands with its label."""
     names = {group.label: str(index) for index, group in enumerate(sweep.groups, 1)}
     return "  ".join(
         f"[{names.get(r.kernel, r.kernel)}] {1e6 * r.seconds:.2f}{'*' if r.chosen else ''}"

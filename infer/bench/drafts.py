@@ -20,8 +20,9 @@ from infer.kernels.state.step import NO_TOKEN
 
 
 class Decreed(Speculation):
-    """accept: how likely a drafted token is right. count: tokens drafted for each sequence in every
-    step, as far as there is room; None: as many as are measured to pay."""
+    """Drafts arbitrary tokens and decides at random whether each counts as right. accept: the
+    probability of that. count: tokens drafted for each sequence in every step, as far as there is
+    room; None: as many as are measured to pay."""
 
     def __init__(
         self, kinds: Sequence[int], accept: float, count: int | None, vocab_size: int
@@ -50,8 +51,8 @@ class Decreed(Speculation):
 
 
 class DecreedModel(ModelSpeculation):
-    """Decrees which tokens of a draft model count as right. Only the GPU knows what was drafted, so
-    where a wrong one is decreed to be right, a token that was not drafted stands for it."""
+    """Decides at random which tokens of a draft model count as right. Only the GPU knows what was
+    drafted, so if a wrong token counts as right, a token that was not drafted stands for it."""
 
     def __init__(
         self, kinds: Sequence[int], accept: float, count: int | None, vocab_size: int

@@ -106,7 +106,8 @@ def cache_bytes_per_token(model: Decoder, kv_dtype: str, prompt_tokens: int, tok
 
 
 def _attended(config: DecoderConfig, lengths: range) -> Iterator[tuple[int, int]]:
-    """Each layer with attention, and the positions that it attends to at all these lengths."""
+    """Yields each layer with attention, and the sum of the positions that it attends to at these
+    lengths."""
     for layer, (window, state) in enumerate(zip(config.windows, config.states, strict=True)):
         if state is None:
             yield layer, sum(min(length, window or length) for length in lengths)
@@ -186,7 +187,7 @@ class EngineBench:
         return chosen
 
     def prefill(self, tokens: int, cached: int = 0) -> Row:
-        """cached: how many of the tokens are in the cache before."""
+        """The prefill test. cached: how many of the tokens are in the cache before."""
         ids = self._ids(tokens)
 
         def run() -> float:
@@ -209,8 +210,8 @@ class EngineBench:
         )
 
     def decode(self, tokens: int, depth: int, *ways: SamplingParams) -> list[Row]:
-        """The decode test for each way to sample. Their runs alternate, so that what slows the
-        machine down for a while slows down all of them."""
+        """The decode test, once for each way to sample. Runs of the ways alternate, so that a slow
+        moment of the machine slows all of them."""
         # Decode needs a token to begin with. A longer prompt is in the cache after the warm-up.
         ids = self._ids(max(depth, 1))
         test = f"tg{tokens} @ d{depth}" if depth else f"tg{tokens}"
@@ -406,7 +407,8 @@ class EngineBench:
         return random.Random(0).choices(range(self.engine.vocab_size), k=count)
 
     def _generate(self, ids: Sequence[int], params: SamplingParams) -> tuple[float, float]:
-        """Seconds to the first token, and from there to the last."""
+        """Generate an answer. Returns the seconds to its first token, and from there to its
+        last."""
         begin = first = last = time.perf_counter()
         for index, _ in enumerate(self.engine.generate(ids, params)):
             last = time.perf_counter()
@@ -433,8 +435,8 @@ class EngineBench:
     # One step on its own
 
     def host_seconds(self) -> tuple[float, float]:
-        """The host's part of a greedy decode step, medians: to record and submit it, and to read
-        its id when that is there."""
+        """The host's time for a greedy decode step, as medians: to record and submit the step, and
+        to read its id once it is there."""
         engine, queue = self.engine, self.engine.queue
         recording = engine.recordings.of("decode", True, GREEDY.chain())
         place_step(engine, [0], 0)
@@ -453,8 +455,8 @@ class EngineBench:
         return statistics.median(submits), statistics.median(reads)
 
     def gpu_seconds(self, test: Row) -> float | None:
-        """The GPU's part of a step in the middle of a greedy decode test of no depth; None without
-        timestamps."""
+        """The GPU's time for a step in the middle of a greedy decode test at depth 0; None if the
+        GPU has no timestamps."""
         if not self.engine.device.timestamps:
             return None
         kv_len = _middle(test, 0)
@@ -579,8 +581,8 @@ def place_batch(engine: Engine, rows: int, kv_len: int) -> None:
 def place_step(
     engine: Engine, ids: Sequence[int], position: int, params: SamplingParams = GREEDY
 ) -> None:
-    """Write a step of these rows, alive to the end of the context, into the step buffer. The
-    engine's cache holds nothing any more: what is submitted now overwrites it."""
+    """Write a step of these rows into the step buffer, alive to the end of the context. Submitting
+    it overwrites the engine's cache, which therefore holds nothing any more."""
     record = params.record(
         vocab_size=engine.vocab_size,
         prompt_tokens=position + len(ids),
@@ -593,12 +595,12 @@ def place_step(
 
 
 def drafts_positions(rows: int, depth: int, tokens: int) -> int:
-    """Positions of each answer of a test with drafts: some are faster than others."""
+    """Positions of each answer of a test with drafts; some answers are faster than others."""
     return depth + 2 * tokens + (rows + _SETTLE) * (1 + MAX_DRAFT) + 1
 
 
 def _made(answers: Sequence[Answer]) -> tuple[int, int]:
-    """Tokens of all of them, and how many of these were drafted."""
+    """The number of tokens of all these answers, and how many of them were drafted."""
     accepted = sum(answer.timings.accepted_tokens for answer in answers)
     return sum(answer.count for answer in answers), accepted
 
@@ -619,13 +621,13 @@ def kernel_label(spec: KernelSpec) -> str:
 
 
 def _tps(tokens: int, seconds: Sequence[float]) -> tuple[float, float]:
-    """Tokens per second, mean of the runs and standard deviation."""
+    """The mean and the standard deviation of tokens per second over the runs."""
     speeds = [tokens / second for second in seconds]
     return statistics.fmean(speeds), deviation(speeds)
 
 
 def prompts(ids: Sequence[ItemT], longest: int) -> Iterator[list[ItemT]]:
-    """Random prompts without end, of an eighth of `longest` ids to all of them."""
+    """Yields random prompts without end, of an eighth of `longest` ids up to `longest`."""
     draw = random.Random(2)
     while True:
         yield draw.choices(ids, k=draw.randint(max(1, longest // 8), longest))

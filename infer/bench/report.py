@@ -76,7 +76,7 @@ class KernelTime:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second."""
+        """Bytes per second that the kernel reads and writes."""
         return self.nbytes / self.seconds if self.seconds else 0.0
 
     @property
@@ -212,8 +212,8 @@ class BenchReport:
 
 
 def format_report(report: BenchReport, width: int | None = None) -> str:
-    """Everything, as text to read: where and what, the table of tests, the rest, the profile.
-    width: of a line; tables leave out what they can do without rather than be wider."""
+    """The whole report as text: adapter, model, table of tests, clients, host and profile. width:
+    the width of a line; tables leave out spare columns rather than be wider."""
     r = report
     commit = f" ({r.commit})" if r.commit else ""
     versions = ", ".join(f"{name} {version}" for name, version in r.versions.items())
@@ -358,7 +358,8 @@ def _scaled(value: int, large: tuple[int, str], small: tuple[int, str]) -> str:
 def _fitting(
     header: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str], width: int | None
 ) -> str:
-    """A table without as many of the spare columns, in their order, as are too many for a line."""
+    """A table that leaves out as many of the spare columns, in their order, as needed to fit the
+    width."""
     columns = dict(zip(header, zip(*rows, strict=True), strict=True))
     for name in (*spare, None):
         table = markdown_table(list(columns), list(zip(*columns.values(), strict=True)), left=1)

@@ -255,14 +255,15 @@ def run_bench(
 
 
 def save(report: BenchReport, path: Path) -> Path:
-    """Write the report to a file, or under its own name into a folder, and return where it is."""
+    """Write the report to a file, or under a name of its own into a folder. Returns the path of the
+    file."""
     path = path / report.file_name if path.is_dir() else path
     path.write_text(report.to_json(), encoding="utf-8")
     return path
 
 
 def check_writable(path: Path) -> None:
-    """Raises RequestError where `save` would fail: before anything is measured for it."""
+    """Raises RequestError if `save` would fail, so that nothing is measured in vain."""
     if not path.parent.is_dir():
         raise RequestError(f"There is no folder {path.parent} to write the report to.")
     try:
@@ -357,7 +358,8 @@ def open_engine(
 
 
 def _own_layer(shape: str) -> Decoder:
-    """The layer of a shape that predicts further tokens. Raises RequestError where it has none."""
+    """The model of a shape's layer that predicts further tokens. Raises RequestError if the shape
+    has none."""
     layer = build_model(shape_config(shape)).predictor
     if layer is None:
         raise RequestError(
@@ -413,7 +415,7 @@ def _random(
     invariant: bool,
     draft: Draft | None,
 ) -> AbstractContextManager[tuple[str, Engine]]:
-    """An engine of that shape on random weights."""
+    """Name and engine of a shape with random weights."""
     model = build_model(shape_config(shape))
     if format not in (None, *PUBLISHED):
         raise RequestError(f"A format is one of {', '.join(PUBLISHED)}, not {format!r}.")

@@ -100,7 +100,8 @@ class Answers:
         self._last = place
 
     def write(self, key: Id, answer: dict[str, Any]) -> None:
-        """At once. Raises InferError, or BrokenPipeError."""
+        """Write an answer at once. Raises InferError, or BrokenPipeError if nobody reads standard
+        output."""
         own = {} if "custom_id" in answer else {"id": key}
         line = json.dumps(own | answer, allow_nan=False) + "\n"
         if self.path is None:
@@ -129,7 +130,7 @@ class Answers:
 
 
 def _rewrite(path: Path, lines: Iterable[bytes]) -> None:
-    """All of it or nothing."""
+    """Replace the lines of a file, all at once or not at all."""
     path = path.resolve()  # what a link leads to
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
     try:
@@ -155,7 +156,7 @@ class Progress:
 
     @property
     def tps(self) -> float:
-        """Tokens a second, of all answers together."""
+        """Tokens per second of all answers together."""
         return self.tokens / max(time.perf_counter() - self.begun, 1e-9)
 
     def __str__(self) -> str:
@@ -172,7 +173,8 @@ class Written:
         self.count = 0
 
     def put(self, place: int, answer: dict[str, Any], *, failed: bool) -> None:
-        """Write it when those before it are, and what waited for it. place: in `ids`."""
+        """Write an answer once all answers before it are written, and then those that waited for
+        it. place: its index in `ids`."""
         self._ready[place] = answer
         self._progress.answers += 1
         self._progress.failed += failed
@@ -180,7 +182,7 @@ class Written:
             self._write(self.count)
 
     def put_rest(self) -> None:
-        """Write those that still wait, where no others will come."""
+        """Write the answers that still wait, because no others will come."""
         for place in sorted(self._ready):
             self._write(place)
 

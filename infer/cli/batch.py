@@ -31,7 +31,7 @@ _FAILURES = (RequestError, TokenizerError, ModelError)  # of one answer, beside 
 
 @dataclass(frozen=True)
 class Request:
-    """A line: text to be answered, or chat messages, n times."""
+    """A line of the file: a text to be answered or chat messages, n times."""
 
     id: Id
     prompt: str | list[dict[str, Any]]
@@ -88,7 +88,7 @@ def read_requests(
 
 
 def _all_wrong(name: str, wrong: Mapping[int, str]) -> str:
-    """The message for lines that are wrong. wrong: what is wrong with a line, by its number."""
+    """The error message about wrong lines. wrong: the error of each wrong line, by its number."""
     (number, first), *others = wrong.items()
     if not others:
         return f"{name}, line {number}: {first}"
@@ -166,9 +166,10 @@ def answer_all(
     template_args: Mapping[str, Any],
     tell: Callable[[Progress], None],
 ) -> Progress:
-    """Answer those that are not in `answers`. They come there in the order of the requests; after
-    Ctrl-C and errors, so does what is ready beyond the first that is not. ask: what a prompt that
-    is text becomes. Twice as many as `max_batch` are open, so that some wait when one ends."""
+    """Answer the requests that are not in `answers`, and write the answers there in the order of
+    the requests. After Ctrl-C and errors, answers that are ready behind the first missing one are
+    written too. ask: turns a prompt that is text into a chat. Twice as many answers as `max_batch`
+    are open, so that some wait when one ends."""
     left = [request for request in requests if request.id not in answers.done]
     progress = Progress(len(left))
     written = Written(answers, [request.id for request in left], progress)

@@ -87,7 +87,7 @@ def deletion_text(deletion: Deletion) -> str:
 
 
 def is_wanted(deletion: Deletion) -> bool:
-    """Asks on the terminal. Raises RequestError where there is none."""
+    """Ask on the terminal whether to delete. Raises RequestError if there is no terminal."""
     if not is_terminal(sys.stdin):
         raise RequestError(
             f"{deletion_text(deletion)}, was not deleted: without a terminal to confirm on, give "

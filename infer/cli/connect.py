@@ -95,7 +95,7 @@ def connect(
 
 @dataclass(frozen=True)
 class Server:
-    """url: without /v1. context: of the model, in tokens."""
+    """A running server. url: without /v1. context: the context of its model, in tokens."""
 
     url: str
     model: str
@@ -104,12 +104,12 @@ class Server:
 
     @property
     def key(self) -> str:
-        """The key as a word of a shell."""
+        """The API key as a word in a shell command."""
         return f'"${_KEY}"' if self.has_key else "none"
 
 
 def _ask(url: str, model: str | None, api_key: str | None) -> Server:
-    """Raises InferError."""
+    """Ask a running server for its model and context. Raises InferError."""
     report = find(url, api_key)
     models = {each.name: each for each in report.models}
     if not models:
@@ -163,7 +163,7 @@ class Setup:
 
 
 def _text_file(command: str, path: Path, text: str) -> Setup:
-    """A file of its own."""
+    """A setup that writes a settings file which belongs to infer alone."""
 
     def change(before: str | None) -> str:
         if before is not None and not before.startswith(_OURS):
@@ -206,8 +206,8 @@ def _json(value: object) -> str:
 
 
 def _merged(before: Any, own: Any) -> Any:
-    """Objects joined. A list gets its new entries first, in place of those with the same id and
-    address. before: None, or of the same kind."""
+    """The settings in `before` with those of `own` added. Objects are joined. In a list, new
+    entries come first and replace entries with the same id and address."""
     if isinstance(before, dict):
         return before | {key: _merged(before.get(key), value) for key, value in own.items()}
     if isinstance(before, list):
@@ -222,7 +222,7 @@ def _merged(before: Any, own: Any) -> Any:
 
 
 def _check(before: Mapping[str, Any], own: Mapping[str, Any], path: Path, *, values: bool) -> None:
-    """Raises InferError if a setting is of another kind there or, if values, has another value."""
+    """Raises InferError if a setting has another type there, or, if `values`, another value."""
     for key, value in own.items():
         there = before.get(key, value)
         if isinstance(there, dict) and isinstance(value, dict):

@@ -96,7 +96,7 @@ class Quantize(StrEnum):
 
 
 class Speculate(StrEnum):
-    """Where tokens are drafted."""
+    """The sources of drafted tokens."""
 
     OFF = "off"
     AUTO = "auto"
@@ -106,7 +106,7 @@ class Speculate(StrEnum):
 
 
 class Precision(StrEnum):
-    """How products are computed."""
+    """The precision of products."""
 
     AUTO = "auto"
     F32 = "f32"
@@ -121,7 +121,7 @@ class KVDtype(StrEnum):
 
 
 def prompt_option(*names: str, help: str, metavar: str | None = None) -> Any:
-    """An option about what is asked."""
+    """An option about the prompt."""
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Prompt")
 
 
@@ -174,7 +174,8 @@ def format_names(incomplete: str) -> list[str]:
 
 
 def model_names(incomplete: str) -> list[str]:
-    """Shells complete names of files where there are none of these."""
+    """Names of models in the cache, for shells to complete. If there are none, shells complete
+    names of files."""
     return [name for name in ("demo", *names_in_cache("")) if name.startswith(incomplete)]
 
 
@@ -355,7 +356,7 @@ VerboseOption = Annotated[
 
 
 def parse_bias(option: str) -> tuple[int, float]:
-    """ID=X as a token id and a number. Raises typer.BadParameter."""
+    """The token id and the number of ID=X. Raises typer.BadParameter."""
     token, _, value = option.partition("=")
     try:
         return int(token), float(value)
@@ -367,7 +368,7 @@ def parse_bias(option: str) -> tuple[int, float]:
 
 
 def parse_template_arg(option: str) -> tuple[str, Any]:
-    """KEY=JSON as a name and a value. Raises typer.BadParameter."""
+    """The name and the value of KEY=JSON. Raises typer.BadParameter."""
     name, _, value = option.partition("=")
     try:
         if name:
@@ -381,7 +382,7 @@ def parse_template_arg(option: str) -> tuple[str, Any]:
 
 
 def parse_adapter(option: str) -> tuple[str, str]:
-    """NAME=PATH as both. Raises typer.BadParameter."""
+    """The name and the path of NAME=PATH. Raises typer.BadParameter."""
     name, _, path = option.partition("=")
     if name and path:
         return name, path
@@ -443,7 +444,7 @@ def parse_counts(option: str | None, name: str) -> list[int]:
 
 
 def parse_save(option: str | None) -> Path | None:
-    """A file's name or a folder. Raises typer.BadParameter for neither."""
+    """The path of a file or a folder. Raises typer.BadParameter if it can be neither."""
     if option is None:
         return None
     if not option or (option[-1] in "/\\" and not Path(option).is_dir()):

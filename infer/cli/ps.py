@@ -56,7 +56,7 @@ class Served:
 
 @dataclass(frozen=True)
 class ServerReport:
-    """status: of its health, such as "ok" or "loading"."""
+    """The output of `infer ps`. status: the health of the server, such as "ok" or "loading"."""
 
     url: str
     status: str
@@ -91,7 +91,7 @@ class ServerReport:
 
 
 def find(url: str, api_key: str | None) -> ServerReport:
-    """Raises InferError."""
+    """Ask a server for its models and their load. Raises InferError."""
     client = Client(url, api_key, _SECONDS)
     health = _parsed(_get(client, "/health", known=(200, 503)))
     models = _parsed(_get(client, "/v1/models")).get("data")

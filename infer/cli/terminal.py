@@ -83,7 +83,7 @@ def of_system(error: OSError) -> str:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C in the block takes effect at its end, so that what it does is done once and wholly."""
+    """Delay Ctrl-C until the end of the block, so that the block runs once and completely."""
     if threading.current_thread() is not threading.main_thread():  # gets no signals
         yield
         return
@@ -103,7 +103,8 @@ def uninterrupted() -> Iterator[None]:
 
 
 def never_fail_to_encode() -> None:
-    """Let both output streams replace what their encoding lacks: a model may say anything."""
+    """Let both output streams replace characters that their encoding lacks: a model may write
+    anything."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -150,7 +151,7 @@ class MarkdownWriter:
         self._block = self._heading = self._bold = self._code = False
 
     def write(self, text: str) -> None:
-        """Text at once, but for a mark that may go on."""
+        """Write a text at once, except for a mark at its end that may continue."""
         if not self._styles:
             write(text)
             return
@@ -234,7 +235,7 @@ def _broken(line: str, width: int) -> str:
 
 
 def table(rows: Mapping[str, str], indent: str = "") -> str:
-    """A line for each entry, its values in one column."""
+    """Lines with a name and a value each; all values are in one column."""
     width = max(map(len, rows))
     lines = (f"{indent}{name:{width}}  {value}" for name, value in rows.items())
     return "\n".join(visible(line).replace("\n", "\\n") for line in lines)
@@ -258,8 +259,8 @@ def quiet() -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Lines on standard error, their control characters visible. Where they cannot be written, no
-    answer is lost for it: `exit_codes` tells."""
+    """Write a note on standard error, with control characters made visible. If it cannot be
+    written, the answer goes on, and `exit_codes` tells at the end."""
     write_note(wrapped(visible(text), sys.stderr) + "\n")
 
 
@@ -282,7 +283,7 @@ def warnings_as_notes(quiet: bool, told: set[str] | None = None) -> Iterator[Non
 
 
 def tell(text: str) -> None:
-    """Lines for people on standard output."""
+    """Write lines for people on standard output."""
     write(wrapped(text, sys.stdout) + "\n")
 
 
@@ -294,7 +295,7 @@ class Shown(Protocol):
 
 
 def show(report: Shown, as_json: bool) -> None:
-    """A report on standard output."""
+    """Write a report on standard output."""
     if as_json:
         write_json(report.json())
     else:
@@ -302,13 +303,13 @@ def show(report: Shown, as_json: bool) -> None:
 
 
 def write_json(value: Mapping[str, Any]) -> None:
-    """A JSON object on standard output, in ASCII."""
+    """Write a JSON object on standard output, in ASCII."""
     write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def read_prompt(given: str | None) -> str:
-    """The prompt: as given, or what standard input holds, without its last line end, where "-" or
-    nothing is given. Raises RequestError without a prompt, and for an empty one."""
+    """The prompt: the text given, or, if none or "-" was given, standard input without its last
+    line end. Raises RequestError if there is no prompt, or an empty one."""
     if given is not None and given != "-":
         # Python keeps the bytes of arguments that are not UTF-8.
         text = _of_bytes(given.encode("utf-8", sys.getfilesystemencodeerrors()), "The prompt")

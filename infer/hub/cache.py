@@ -47,7 +47,9 @@ _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class Pulled:
-    """A model of the hub that is in the cache now.
+    """A model of the hub that is now in the cache. path: its folder or GGUF file, as in
+    `ResolvedModel`. nbytes: the size of the files that it is loaded from. fetched: whether any of
+    them had to be downloaded.
 
     path: a folder, or a GGUF file, as of `ResolvedModel`. nbytes: of the files that it is loaded
     from. fetched: whether some of them were not there before.
@@ -222,17 +224,17 @@ def _refs(folder: Path) -> dict[str, str]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """All files below a folder, links that lead nowhere among them."""
+    """All files below a folder, including links that lead nowhere."""
     return [p for p in folder.rglob("*") if p.is_symlink() or not p.is_dir()]
 
 
 def _contents(folder: Path) -> list[Path]:
-    """The files of a repository, without its refs."""
+    """The files of a repository in the cache, without its refs."""
     return _files(folder / "blobs") + _files(folder / "snapshots")
 
 
 def _nbytes(files: Iterable[Path]) -> int:
-    """On the disk, what several links mean counted once."""
+    """The size of files on the disk in bytes. A file that several links lead to counts once."""
     return sum(_sizes(files).values())
 
 
@@ -245,7 +247,7 @@ def _sizes(files: Iterable[Path]) -> dict[str, int]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """config.json, {} where there is none that can be read."""
+    """The content of config.json, or {} if it cannot be read."""
     try:
         found = json.loads(read_text(folder / "config.json"))
     except (OSError, ValueError, RecursionError):
@@ -399,7 +401,7 @@ def find_deletion(model: str, revision: str | None = None) -> Deletion:
 
 
 def _of_gguf(repo: str, wanted: str, snapshot: Path, files: list[Path]) -> list[Path]:
-    """The files of the GGUF model that is wanted of a snapshot."""
+    """The files of one GGUF model in a snapshot."""
     by_name = {file.relative_to(snapshot).as_posix(): file for file in files}
     ggufs = sorted(filter(is_gguf_model, by_name))
     found = find_gguf(wanted, ggufs)

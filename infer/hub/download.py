@@ -56,7 +56,8 @@ def is_path(name: str) -> bool:
 
 
 def settings() -> Any:
-    """huggingface_hub's own. Raises ModelError for a variable that it cannot read."""
+    """The settings of huggingface_hub. Raises ModelError if a variable has a value that
+    huggingface_hub cannot read."""
     try:
         from huggingface_hub import constants
     except ValueError as error:
@@ -67,8 +68,8 @@ def settings() -> Any:
 
 
 def cache_folder() -> Path:
-    """Where models are cached: HF_HUB_CACHE, or a folder of HF_HOME's. Raises ModelError where
-    there is no place for one."""
+    """The folder in which models are cached: HF_HUB_CACHE, or a folder in HF_HOME. Raises
+    ModelError if there is neither."""
     cache = Path(settings().HF_HUB_CACHE)
     if str(cache).startswith("~"):
         raise ModelError(
@@ -137,7 +138,8 @@ class Repository:
     # The cache
 
     def cached(self) -> Path | None:
-        """The folder of the files that are cached, though perhaps not all of them."""
+        """The folder of the cached files, which may not be all of the model's files; None if
+        nothing is cached."""
         commit = self.revision
         if commit is None or not COMMIT.fullmatch(commit):
             try:
@@ -400,7 +402,8 @@ class Repository:
         return dict(build_hf_headers(token=token or False, library_name="infer"))
 
     def error(self, error: BaseException, *, cached: bool = True) -> ModelError:
-        """Any error of asking and fetching as one of ours. cached: False says that it is not."""
+        """Translate an error of asking or fetching into a ModelError. cached: False: the model is
+        not in the cache either."""
         if isinstance(error, ModelError):
             return error
         response = getattr(error, "response", None)
@@ -483,7 +486,7 @@ def _size(path: Path) -> int:
 
 
 def _start(function: Callable[[], T]) -> Future[T]:
-    """Runs it in a thread that does not keep the process from ending, whatever it waits for."""
+    """Run a function in a thread that does not keep the process from ending."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -499,8 +502,8 @@ def _start(function: Callable[[], T]) -> Future[T]:
 
 
 def _until_done(jobs: list[Future[None]], moved: Callable[[], int]) -> Iterator[None]:
-    """Steps of a quarter of a second until all have ended, or one of them with an error, or hardly
-    a byte moves."""
+    """Yield every quarter of a second until all jobs have ended. Raises the error of a job that
+    failed, and TimeoutError if hardly any bytes come."""
     tick = min(0.25, STALL_SECONDS / 10)
     before, idle = moved(), 0.0
     while True:
@@ -519,7 +522,7 @@ def _until_done(jobs: list[Future[None]], moved: Callable[[], int]) -> Iterator[
 
 @contextmanager
 def _answer(url: str, headers: dict[str, str]) -> Iterator[tuple[int, Iterator[bytes]]]:
-    """The status and the body of an answer, in pieces as they come."""
+    """The status and the body of a response, which is read in pieces."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -536,7 +539,7 @@ def _answer(url: str, headers: dict[str, str]) -> Iterator[tuple[int, Iterator[b
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether to ask again may help: after errors of the network, of a busy or a broken hub."""
+    """Whether asking again may help: after network errors, and errors of a busy or broken hub."""
     if isinstance(error, InferError | ValueError | TypeError | LookupError | AttributeError):
         return False
     own = getattr(error, "status", None)
@@ -561,7 +564,8 @@ def _has_digest(path: Path, digest: str, bar: Any) -> bool:
 
 
 def _link(blob: Path, pointer: Path, part: Path, *, new: bool) -> None:
-    """Let a file of a snapshot be this one."""
+    """Make a file of a snapshot a link to this blob, or the file itself where links are not
+    possible."""
     pointer.parent.mkdir(parents=True, exist_ok=True)
     pointer.unlink(missing_ok=True)  # a link that leads nowhere
     try:

@@ -33,7 +33,7 @@ class MalformedError(Exception):
 
 
 class EnoughError(Exception):
-    """There are as many calls as are read."""
+    """The answer has as many calls as may be read."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Pieces:
 
 
 class _Words:
-    """Holds spaces back until words follow. In front of the first they are dropped if `trims`."""
+    """Holds spaces back until words follow. Spaces before the first word are dropped if `trims`."""
 
     def __init__(self) -> None:
         self.trims, self.begun, self.spaces = False, False, ""
@@ -100,7 +100,7 @@ class Reader:
         self._left += text
 
     def put_back(self, text: str) -> None:
-        """Text that was taken comes next after all."""
+        """Put back text that was taken: it comes next again."""
         self._left = text + self._left
 
     def end(self, *, cut: bool = False) -> None:
@@ -174,8 +174,8 @@ class Reader:
             yield
 
     def value_until(self, *markers: str, behind: Sequence[str], write: Write) -> Steps[str | None]:
-        """`copy_until` the first of these markers that one of `behind` follows, after spaces, or
-        the end of the answer. The others are written, too."""
+        """Like `copy_until`, but a marker counts only if one of `behind` follows it, after spaces,
+        or the end of the answer. Other markers are written as text."""
         while (marker := (yield from self.copy_until(*markers, write=write))) is not None:
             if (yield from self._goes_on(behind)):
                 return marker
@@ -199,7 +199,8 @@ class Reader:
         return (yield from self.copy_until(*markers, write=self.text))
 
     def rest(self) -> Steps[None]:
-        """All that is left is text. Spaces at its end are, too, unless calls came before."""
+        """Take everything that is left as text. Spaces at its end belong to it, unless calls came
+        before."""
         while True:
             self.text(self._take(len(self._left)))
             if self._ended:
@@ -246,7 +247,7 @@ class Reader:
             yield
 
     def accept(self, start: str) -> Steps[bool]:
-        """Take this, and spaces in front of it, if it comes next."""
+        """Take `start`, and spaces before it, if it comes next. Returns whether it did."""
         seen = yield from self.sees(start)
         if seen:
             self._take(self._left.index(start) + len(start))
@@ -257,7 +258,7 @@ class Reader:
             raise MalformedError
 
     def skip(self, start: str) -> Steps[None]:
-        """Take this if it comes next, exactly."""
+        """Take `start` if it comes next, exactly: no spaces may stand before it."""
         while not (self._ended or self._left.startswith(start)) and start.startswith(self._left):
             yield
         if self._left.startswith(start):
@@ -282,8 +283,9 @@ class Reader:
             yield
 
     def json_value(self, write: Write) -> Steps[bool]:
-        """Write the JSON value that comes next, as it stands. It ends before what cannot belong to
-        one; nothing else is checked. Returns whether it ended before the answer did."""
+        """Write the JSON value that comes next, unchanged. It ends before the first character that
+        cannot belong to a value; nothing else is checked. Returns whether the value ended before
+        the answer did."""
         return (yield from self._value(write, '"', _OUTSIDE_STRINGS.__contains__))
 
     def parenthesised(self) -> Steps[str]:
@@ -294,7 +296,8 @@ class Reader:
         return "".join(parts)
 
     def _value(self, write: Write, quotes: str, allowed: Callable[[str], bool]) -> Steps[bool]:
-        """allowed: whether a character may stand outside of strings."""
+        """Write a value up to its end. allowed: tells whether a character may stand outside of
+        strings."""
         yield from self.is_over()
         self._take(len(self._left) - len(self._left.lstrip()))
         depth, begun, quote, escaped = 0, False, "", False
@@ -338,9 +341,9 @@ class Reader:
         return value
 
     def attempt(self, taken: str, steps: Steps[None]) -> Steps[None]:
-        """Run the steps. If they find no call, all that they took is text, and `taken`, which was
-        taken before, unless the answer was cut there; if one has been told, what is wrong with it
-        is dropped."""
+        """Run the steps of a parser of calls. If they find no call, the text that they took is
+        text, and so is `taken`, which was taken before them, unless the answer was cut there. If a
+        call has been told already, its malformed rest is dropped."""
         self._attempt = taken
         try:
             yield from steps

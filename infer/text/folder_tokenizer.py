@@ -140,7 +140,7 @@ def _add_tokens(
 
 
 def _unnamed(config: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
-    """Special tokens without names, under the key of transformers 5 or the one before."""
+    """Special tokens without names, under the key of transformers 5 or under the older one."""
     found = config.get("extra_special_tokens")
     if not found or isinstance(found, dict):
         found = config.get("additional_special_tokens") or []

@@ -141,8 +141,8 @@ class _Annotations:
         self._within: list[type] = []  # dataclasses that are being described
 
     def of(self, function: Any, name: str, texts: Mapping[str, str]) -> ValueType:
-        """All arguments of a function or a class, as a dictionary. texts: what its docstring says
-        of them. Raises RequestError."""
+        """The type of all arguments of a function or a class, as a dictionary. texts: the
+        descriptions of parameters in its docstring. Raises RequestError."""
         if isinstance(function, type) and _is_pydantic(function):
             return self._model(function, name)
         values: dict[str, ValueType] = {}
@@ -272,7 +272,7 @@ class _Annotations:
             return None
 
         class Untitled(GenerateJsonSchema):
-            """Titles would be the names of parameters again."""
+            """Makes schemas without titles, which would only repeat the names of parameters."""
 
             def field_title_should_be_set(self, schema: Any) -> bool:
                 return False
@@ -296,8 +296,8 @@ class _Annotations:
         return ValueType(self._inlined(closed(schema)), read)
 
     def _inlined(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """A schema with its definitions where they belong, as few chat templates show what a
-        reference is to; those that have themselves as a part are in `definitions`."""
+        """A copy of a schema with each definition at the place of its reference, because few chat
+        templates show definitions. Definitions that contain themselves stay in `definitions`."""
         own: dict[str, Any] = schema.pop("$defs", {})
         parts = {name: _references(each) for name, each in own.items()}
         for through in own:
@@ -377,7 +377,7 @@ def _wrong(wanted: str, value: object) -> WrongValueError:
 
 
 def _at(place: str, kind: ValueType, value: object) -> Any:
-    """The value of a part."""
+    """Read the value of a part. place: where the part is, for the error."""
     try:
         return kind.read(value)
     except WrongValueError as wrong:
@@ -442,7 +442,8 @@ _SCALARS: dict[type, ValueType] = {
 
 
 def _choice(options: Sequence[tuple[Any, Any]]) -> ValueType | None:
-    """options: values in JSON, and what they stand for."""
+    """The type of one of several values, or None if one of them is not plain. options: pairs of a
+    value in JSON and the Python value that it stands for."""
     plain = [option for option, _ in options]
     if not plain or not all(isinstance(each, str | int | float | None) for each in plain):
         return None
@@ -478,7 +479,7 @@ def _union(parts: Sequence[ValueType]) -> ValueType:
 
 
 def _list(parts: Sequence[ValueType], kind: type[list[Any]] | type[tuple[Any, ...]]) -> ValueType:
-    """parts: the type of all items, if it is known."""
+    """The type of a list or a tuple. parts: the type of its items, if it is known."""
     item = parts[0] if parts else _ANYTHING
 
     def read(value: object) -> Any:
@@ -503,7 +504,7 @@ def _tuple(parts: Sequence[ValueType]) -> ValueType:
 
 
 def _dict(parts: Sequence[ValueType]) -> ValueType:
-    """parts: the types of all keys and of all values, if they are known."""
+    """The type of a dictionary. parts: the types of its keys and its values, if they are known."""
     item = parts[1] if parts else _ANYTHING
 
     def read(value: object) -> dict[str, Any]:
@@ -516,7 +517,7 @@ def _dict(parts: Sequence[ValueType]) -> ValueType:
 
 
 def _default(value: object) -> dict[str, Any]:
-    """The keyword for a default, if JSON has the value."""
+    """The keyword `default` of a schema, or nothing if JSON cannot express the value."""
 
     def plain(part: Any) -> Any:
         if isinstance(part, Enum):

@@ -191,8 +191,8 @@ def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
 
 
 def _types(found: "_Metadata", tokens: Sequence[str]) -> list[float]:
-    """The type of each token. Those that models are controlled by are control tokens, whatever the
-    file says: some are plain words there, and would be merged from pieces."""
+    """The type of each token. Tokens that control models are control tokens, whatever the file
+    says: some are plain words there, and would be merged from pieces."""
     infill = find_infill(frozenset(tokens).__contains__)
     parts = () if infill is None else (infill.prefix, infill.suffix, infill.middle)
     types = found.numbers("token_type", len(tokens), _NORMAL)
@@ -210,7 +210,7 @@ def _is_phi3(metadata: Mapping[str, Any], kind: str) -> bool:
 
 
 class _Metadata:
-    """Reads keys of the tokenizer, each of its type."""
+    """Reads metadata of the tokenizer and checks its types."""
 
     def __init__(self, gguf: Gguf) -> None:
         self.gguf = gguf
@@ -228,7 +228,7 @@ class _Metadata:
         return value
 
     def numbers(self, key: str, count: int, default: float | None = None) -> Sequence[float]:
-        """A number for each token."""
+        """A list of numbers, one for each token."""
         value = self.gguf.metadata.get(_KEY + key)
         if value is None and default is not None:
             return [default] * count
@@ -250,7 +250,8 @@ class _Metadata:
 def _byte_level(
     found: _Metadata, tokens: Sequence[str], types: Sequence[float]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """Merges of bytes, as in GPT-2; and whether BOS is added where the file does not say."""
+    """The tokenizer that merges bytes, as GPT-2's does, and whether it adds BOS if the file does
+    not say."""
     pre = found.get("pre", str, "")
     if pre not in _SPLITS:
         raise TokenizerError(

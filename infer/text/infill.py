@@ -18,7 +18,7 @@ class Infill:
     suffix_first: bool = False
 
     def text(self, prefix: str, suffix: str) -> str:
-        """The prompt."""
+        """The prompt that asks for the text between a prefix and a suffix."""
         parts = [self.prefix + prefix, self.suffix + suffix]
         return "".join(parts[::-1] if self.suffix_first else parts) + self.middle
 

@@ -77,7 +77,8 @@ def ways_of(schema: object, root: Mapping[str, Any]) -> list[Way]:
 
 
 def loose_ways_of(schema: object, root: Mapping[str, Any]) -> list[Way]:
-    """`ways_of`, or all ways where the schema cannot be followed."""
+    """`ways_of`, or, if the schema cannot be followed, the ways of a schema that allows
+    everything."""
     try:
         return ways_of(schema, root) or _plain_ways({})
     except SchemaError:
@@ -94,7 +95,7 @@ def argument_ways(parameters: Mapping[str, Any]) -> list[Way]:
 
 
 def loose_argument_ways(parameters: Mapping[str, Any]) -> list[Way]:
-    """`argument_ways`, or what the schema says itself where it cannot be followed."""
+    """`argument_ways`, or, if the schema cannot be followed, the schema itself."""
     try:
         return argument_ways(parameters)
     except SchemaError:
@@ -210,7 +211,8 @@ def target(pointer: object, root: object) -> object:
 
 
 def _ways(schema: object, root: Mapping[str, Any], within: tuple[str, ...]) -> list[Way]:
-    """within: the references that are being followed."""
+    """`ways_of` before values of `enum` are checked. within: the references that are being
+    followed."""
     if schema is False:
         return []
     if schema is not True and not isinstance(schema, Mapping):
@@ -265,7 +267,7 @@ def _plain_ways(schema: Mapping[str, Any]) -> list[Way]:
 
 
 def _check(key: str, value: object) -> None:
-    """That the value of a keyword is what the others here count on."""
+    """Raise SchemaError if the value of a keyword is not of the kind that this module expects."""
     kinds: tuple[type, ...] = (bool, Mapping, list)  # schemas
     if key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
         kinds = (int, float)
@@ -312,7 +314,7 @@ def _is_of(value: object, kind: str) -> bool:
 
 
 def _both(some: list[Way], others: list[Way]) -> list[Way]:
-    """The ways to be valid under both."""
+    """The ways in which a value can be valid under both of two lists of ways."""
     numbers = {"integer", "number"}
     found = [
         _together(one, other)

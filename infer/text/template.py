@@ -137,7 +137,7 @@ class _Budget:
         self._end, self._ticks = time.thread_time() + seconds, 0
 
     def tick(self) -> None:
-        """Look at the time, now and then."""
+        """Check the time, but only now and then."""
         self._ticks += 1
         if self._ticks % 16 == 0 and time.thread_time() > self._end:
             raise TokenizerError(
@@ -145,7 +145,7 @@ class _Budget:
             )
 
     def made(self, value: Any) -> Any:
-        """A value that the template made."""
+        """Count a value that the template made, and return it."""
         size, depth = self._measure(value)
         self.left -= size
         if size > self.size or self.left < 0:
@@ -198,7 +198,7 @@ class _Budget:
         return abs(value) if isinstance(value, int) else self._measure(value)[0]
 
     def _measure(self, value: Any) -> tuple[int, int]:
-        """The characters of a value, as it is written out, and how deep it is nested."""
+        """The number of characters of a value when it is written out, and how deep it is nested."""
         if isinstance(value, str | bytes):
             return len(value), 0
         if isinstance(value, int):
@@ -249,7 +249,8 @@ class _EscapingFormatter(_Formatter, SandboxedEscapeFormatter):
 
 
 class _Generator(CodeGenerator):
-    """Has the values counted that literals and `~` make, and looks at the time in each loop."""
+    """Generates code that counts the values of literals and `~`, and checks the time in each
+    loop."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802
         tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
@@ -285,7 +286,7 @@ class _Generator(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Everything that a template does goes through here."""
+    """The Jinja environment of chat templates, which counts and limits what a template does."""
 
     code_generator_class = _Generator
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -332,7 +333,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return budget.made(super().call_binop(context, operator, left, right))
 
     def concat(self, pieces: Iterable[str]) -> str:
-        """Joins what is written, as it comes: of the whole template, a macro or a block."""
+        """Join the pieces that the whole template, a macro or a block writes, while they come."""
         budget, written, room = _budget.get(), [], _budget.get().size
         for piece in pieces:
             budget.tick()

@@ -204,7 +204,8 @@ class TemplateForms:
         return CallForms(False, (), False, failed)
 
     def _render(self, messages: list[dict[str, Any]]) -> str | None:
-        """Returns the messages as the template writes them; None if the template fails."""
+        """Returns the text that the template makes of the messages, or None if the template
+        fails."""
         try:
             with foreign("The chat template failed"):
                 variables = {**self._variables, "messages": messages}

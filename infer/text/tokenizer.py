@@ -92,8 +92,8 @@ class Tokenizer:
         return f"<Tokenizer: {self._backend.get_vocab_size():,} tokens, {chats}>"
 
     def difference(self, other: "Tokenizer") -> tuple[int, str, str] | None:
-        """The first token that both have and that is not the same: its id, its text here and in the
-        other; None where they agree."""
+        """The first token id that has different texts in the two tokenizers, with both texts; None
+        if they agree."""
         own, theirs = (
             {i: text for text, i in each._backend.get_vocab(with_added_tokens=True).items()}
             for each in (self, other)
@@ -163,8 +163,8 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """The text of a token within a text: the first of one may lose the space that it begins
-        with, so it is what a second one adds. A special token's is its name."""
+        """The text of a token in the middle of a text. At the beginning a token may lose its space,
+        so this is what the token adds when it comes second. A special token's text is its name."""
         first, both = (self.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
         return both[len(first) :]
 
@@ -180,7 +180,7 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """One more than the largest id."""
+        """The largest id plus one."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def to_json(self) -> str:
@@ -309,8 +309,9 @@ def _limited(call: Callable[[], T], length: int) -> T:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The bytes by the characters that stand for them in the vocabularies of byte-level tokenizers:
-    as in GPT-2, each printable one for itself, the others for those from U+0100 on."""
+    """The characters that stand for bytes in the vocabularies of byte-level tokenizers, and their
+    bytes. As in GPT-2, printable characters stand for themselves, and characters from U+0100 on for
+    the other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     own = {chr(byte): byte for byte in printable}
@@ -328,7 +329,7 @@ def _are_ids(values: Any) -> bool:
 
 
 def _growth(step: Any) -> int:
-    """How many times as long a step of a tokenizer may make a text."""
+    """The factor by which a step of a tokenizer may lengthen a text."""
     return 1 if step is None else _growth_of(json.loads(step.__getstate__()))
 
 

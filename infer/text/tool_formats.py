@@ -126,7 +126,7 @@ def _object(text: str) -> str:
 
 
 def _llama(reader: Reader) -> Steps[None]:
-    """An answer that is nothing but JSON, or JSON after <|python_tag|>."""
+    """Reads Llama's calls: an answer that is nothing but JSON, or JSON after <|python_tag|>."""
     while True:
         marker = "<|python_tag|>" if (yield from reader.accept("<|python_tag|>")) else ""
         if not (marker or (yield from reader.sees("{"))):
@@ -139,7 +139,8 @@ def _llama(reader: Reader) -> Steps[None]:
 
 
 def _mistral(reader: Reader) -> Steps[None]:
-    """[TOOL_CALLS][{...}], or, in newer models, [TOOL_CALLS]name[ARGS]{...} for each call."""
+    """Reads Mistral's calls: [TOOL_CALLS][{...}], or, from newer models,
+    [TOOL_CALLS]name[ARGS]{...} for each call."""
     while (yield from reader.text_until("[TOOL_CALLS]")):
         if (yield from reader.sees("[{", "[ {", "[\n", "{")):
             steps = _json_calls(reader, "")
@@ -168,7 +169,7 @@ _KIMI = tuple(
 
 
 def _kimi(reader: Reader) -> Steps[None]:
-    """Sections of calls, each with an id functions.NAME:INDEX."""
+    """Reads Kimi's calls: sections of calls, each with an id functions.NAME:INDEX."""
     while (yield from reader.text_until(_KIMI[0])):
         yield from reader.attempt(_KIMI[0], _kimi_calls(reader))
 
@@ -296,7 +297,7 @@ def _xml(reader: Reader, tags: Tags) -> Steps[None]:
 
 
 def _xml_calls(reader: Reader, tags: Tags, inside: bool) -> Steps[None]:
-    """inside: the first call's tag has been read."""
+    """Reads calls in tags. inside: the tag of the first call has been read."""
     if not tags.call:
         yield from _xml_call(reader, tags)
         return
@@ -334,8 +335,8 @@ def _xml_call(reader: Reader, tags: Tags) -> Steps[None]:
 
 
 def _xml_value(reader: Reader, tags: Tags, argument: Argument) -> Steps[None]:
-    """A value ends where its end is followed by the next parameter or the end of the call: what
-    looks like its end otherwise belongs to it."""
+    """Reads a value in tags. It ends where its end tag is followed by the next parameter or the end
+    of the call; any other end tag belongs to the value."""
     ends, behind = [tags.value_end], value_followers(tags)
     if tags is GLM_TAGS:
         yield from reader.expect("<arg_value>")
@@ -386,8 +387,8 @@ def _ends_in_string(text: str, argument: Argument) -> bool:
 
 
 def _value(text: str, argument: Argument) -> str:
-    """JSON of a value that stands without quotes where it is text. What may be text is, unless it
-    is read as another of its types."""
+    """The JSON of a value that stands without quotes if it is text. A value that may be text is
+    text, unless it is read as another of its types."""
     if "string" in argument.kinds and not argument.may_be_other(text):
         return _dumps(text)
     plain = text.strip(SPACE)
@@ -408,13 +409,14 @@ def _no_constant(name: str) -> None:
 
 
 def _dumps(value: object) -> str:
-    """JSON, in which text is as readable as it may be. Raises ValueError for infinity and NaN."""
+    """JSON in which text is as readable as possible. Raises ValueError for infinity and NaN."""
     written = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return written if _is_unicode(written) else json.dumps(value)
 
 
 def _is_unicode(text: str) -> bool:
-    """Halves of surrogate pairs, which escapes can make, are not."""
+    """Whether the text can be encoded as UTF-8: halves of surrogate pairs, which escapes can make,
+    cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -430,7 +432,8 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def _pythonic(reader: Reader, begin: str = "", end: str = "") -> Steps[None]:
-    """Between two markers; without any, an answer that begins with a call of a known function."""
+    """Reads calls in Python's syntax between two markers; without markers, an answer that begins
+    with a call of a known function."""
     if begin:
         while (yield from reader.text_until(begin)):
             if (yield from reader.sees("{", "[{")):
@@ -465,7 +468,7 @@ def _python_calls(reader: Reader, end: str, *, bare: bool = False) -> Steps[None
 
 
 def _python_arguments(text: str) -> str:
-    """JSON of the arguments of a call, as "(a=1, b='x')"."""
+    """The JSON of arguments in Python's syntax, such as "(a=1, b='x')"."""
     try:
         call = ast.parse(f"f{text}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -505,7 +508,7 @@ def _key(node: ast.expr | None) -> str:
 
 
 def _gemma(reader: Reader, begin: str, end: str, quote: str) -> Steps[None]:
-    """quote: the token around texts."""
+    """Reads Gemma's calls. quote: the token around texts."""
     while (yield from reader.text_until(begin)):
         yield from reader.attempt(begin, _gemma_call(reader, end, quote))
 
@@ -575,7 +578,8 @@ HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 
 
 def _harmony(reader: Reader) -> Steps[None]:
-    """Messages, each with a header that says which channel it is in, and whom it is for."""
+    """Reads the messages of gpt-oss, each with a header that tells its channel and its
+    recipient."""
     while True:
         parts: list[str] = []
         if not (yield from reader.copy_until("<|message|>", write=parts.append)):
