@@ -50,7 +50,7 @@ from infer.models.loading.shapes import SHAPES  # noqa: E402
 from infer.versions import versions  # noqa: E402
 
 Floats = NDArray[np.float32]
-TOKENS = "5,17,64,200,700"  # of the prompts: such as take different tiles
+TOKENS = "5,17,64,200,700"  # lengths of prompts that take different tiles
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def of_transformers(
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
     options["output_loading_info"] = True
     model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
-    if info["missing_keys"]:  # which would be random
+    if info["missing_keys"]:  # transformers would fill them with random values
         missing = ", ".join(sorted(info["missing_keys"])[:5])
         raise RequestError(f"Transformers finds no {missing} in {folder}.")
     model = model.eval().to(device)
@@ -240,7 +240,7 @@ def accuracy(
     """Compare logits with exact ones, which transformers computed in f32."""
     kl, same = [], []
     squares = np.zeros(2)
-    for own, right in zip(got.whole, exact.whole, strict=True):  # of one prompt at a time in f64
+    for own, right in zip(got.whole, exact.whole, strict=True):  # one prompt at a time in f64
         wide = own.astype(np.float64), right.astype(np.float64)
         of_prompt, same_top = compare([log_softmax(wide[0])], [log_softmax(wide[1])])
         kl.append(of_prompt)

@@ -292,7 +292,7 @@ def told(url: str, api_key: str | None, model: str | None) -> dict[str, Any]:
         try:
             with urllib.request.urlopen(request, timeout=10) as answer:
                 return json.load(answer)
-        except (OSError, HTTPException, ValueError):  # none, or another, which does not tell
+        except (OSError, HTTPException, ValueError):  # no server, or one that does not tell
             return {}
 
     base = url.rstrip("/")
@@ -377,7 +377,7 @@ class Load:
         while not self._is_over():
             request = await self._request()
             if request.status != 200:
-                await asyncio.sleep(0.1)  # as a client does that tries again
+                await asyncio.sleep(0.1)  # like a client that tries again
 
     async def _arrivals(self) -> None:
         at = 0.0

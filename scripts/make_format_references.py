@@ -110,7 +110,7 @@ def gptq(
 
 
 def auto_round() -> Result:
-    utils = types.ModuleType("auto_round.utils")  # which would import far more
+    utils = types.ModuleType("auto_round.utils")  # the real module would import far more
     utils.get_packing_device = lambda device: "cpu"  # type: ignore[attr-defined]
     bits = module_of("auto_round", "utils.bit_packing")
     sys.modules |= {"auto_round.utils": utils, "auto_round.utils.bit_packing": bits}

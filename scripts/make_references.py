@@ -256,7 +256,7 @@ def random_weight(
         return rng.normal(0.0, embedding, shape)
     if name.endswith("router.proj.weight"):  # its logits are divided by the root of the width
         return rng.normal(0.0, 1.5, shape)
-    if name.endswith("A_log"):  # what came long ago must matter
+    if name.endswith("A_log"):  # so that early tokens matter
         return rng.uniform(-4.0, 0.0, shape)
     peaked = ("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "mlp.gate.weight")
     peaked += ("router.weight", "c_attn.weight", "query_key_value.weight")
@@ -475,7 +475,7 @@ def main() -> None:
     names = parser.parse_args().cases or list(CASES)
     if unknown := set(names) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; the cases are {', '.join(CASES)}")
-    logging.set_verbosity_error()  # else it warns of every step beyond max_position_embeddings
+    logging.set_verbosity_error()  # it would warn of every step beyond max_position_embeddings
     logging.disable_progress_bar()
     for name in names:
         seed, reference = make(name, DATA / name)

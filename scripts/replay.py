@@ -191,7 +191,7 @@ class Beside:
 
     def __init__(self, llm: infer.LLM) -> None:
         self._llm, self._stopped = llm, threading.Event()
-        self._times: list[list[float]] = []  # of the tokens, for one answer after the other
+        self._times: list[list[float]] = []  # times of tokens, a list for each answer
         self._error: BaseException | None = None
 
     @contextmanager

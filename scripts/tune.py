@@ -144,7 +144,7 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
 }
 # The others are decode's.
 PREFILL = ("matmul", "matmul_int8", "matmul_matrix", "ssm_scan", "delta_rule")
-FEW_ROWS = 8  # of matmul_rows, where --step-rows does not say
+FEW_ROWS = 8  # rows for matmul_rows without --step-rows
 # Kernels that the rule of another is for as well, and those that finish the work of another.
 ALIKE = {"expert_matmul_vec": "matmul_vec", "attention_decode": "attention"}
 SECOND = ("attention_combine", "matmul_combine")
@@ -204,7 +204,7 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
     return bool(
         variant.m_size * variant.n_size <= limits.max_invocations
         and variant.storage <= limits.workgroup_storage
-        and 128 % variant.rows == 0  # what activations are padded to
+        and 128 % variant.rows == 0  # activations are padded to 128 rows
         and loads
     )
 
@@ -212,7 +212,7 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
 def serves(variant: Any, *call: Any) -> bool:
     """Whether a variant can do what this call of the rule asks for."""
     if isinstance(variant, MatrixVariant):
-        if len(call) == 2:  # of experts, whose tiles have as many rows as were sorted for them
+        if len(call) == 2:  # experts: tiles have the rows that were sorted for them
             return (variant.rows, variant.splits) == (call[0], 1)
         return variant.splits == 1 or bool(call[-1])
     if isinstance(variant, TileVariant):
@@ -262,7 +262,7 @@ class ForcedTuning(Tuning):
     def __init__(self, device: Device, kernel: str, variant: Any) -> None:
         super().__init__(device)
         self.kernel, self.variant = kernel, variant
-        self.last: Any = None  # what the kernel is of that is now being emitted
+        self.last: Any = None  # the variant of the kernel that is being emitted
 
     def choose(self, rule: Callable[..., Any], *call: Any) -> Any:
         own = rule is RULES[self.kernel]
@@ -272,7 +272,7 @@ class ForcedTuning(Tuning):
         if self.kernel in OTHERS and rule in STAND_INS:
             return None
         if own and rule is matmul_rows_variant:
-            rule = possible_variant  # also where tiles are chosen
+            rule = possible_variant  # used also where tiles are chosen
         chosen = rule(self, *call)
         if not own:
             return chosen

@@ -50,7 +50,7 @@ _HOST_STEPS = 32
 LEAST_PASS = 1e-4  # seconds that a timed pass takes at least: a pass itself costs some 3 µs
 
 BATCH_DEPTH = 128  # default number of tokens before the batch
-BATCH_TOKENS = 32  # of each answer in a run of it
+BATCH_TOKENS = 32  # tokens of each answer in a run
 _SETTLE = 2  # steps of all of a batch before those that are timed: the first gathers their rows
 _PROBE = 16  # tokens of a prompt that tells how fast a prefill is, to choose its size
 _SECONDS = 45.0  # that all tests take at most where their sizes are chosen
@@ -246,7 +246,7 @@ class EngineBench:
                 for prompt in prompts
             ]
             try:
-                for _ in range(1 + _SETTLE):  # of the last, when all others have begun
+                for _ in range(1 + _SETTLE):  # steps of the last answer, after all others began
                     next(answers[-1])
                 before, begin = [answer.count for answer in answers], time.perf_counter()
                 for _ in range(tokens):

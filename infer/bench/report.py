@@ -143,7 +143,7 @@ class BenchReport:
     host_seconds: float
     peak_bytes: int
     load_seconds: float
-    dispatches: int | None = None  # None, and the next, in reports from before they were measured
+    dispatches: int | None = None  # this and the next are None in reports before they were measured
     submit_seconds: float | None = None
     gpu_seconds: float | None = None
     profiles: tuple[Profile, ...] = ()

@@ -62,7 +62,7 @@ from infer.models.loading.random_weights import random_weights
 from infer.models.loading.shapes import PUBLISHED, shape_config
 from infer.versions import commit, versions
 
-OWN_LAYER = "mtp"  # as a draft: the model's own layer that predicts further tokens
+OWN_LAYER = "mtp"  # the value of draft that means the model's own predicting layer
 _CONTEXT = 1024  # of a shape with many answers, where nobody says more: the other tests fit
 
 

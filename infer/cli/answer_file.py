@@ -58,7 +58,7 @@ class Answers:
             return
         if self.path.is_file():
             self._keep(self.path)
-        with open(self.path, "ab"):  # what cannot be written is told before any answer is made
+        with open(self.path, "ab"):  # a file that cannot be written is an error now
             pass
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ class Answers:
 
 def _rewrite(path: Path, lines: Iterable[bytes]) -> None:
     """Replace the lines of a file, all at once or not at all."""
-    path = path.resolve()  # what a link leads to
+    path = path.resolve()  # the target, if it is a link
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
     try:
         with open(handle, "wb") as file:

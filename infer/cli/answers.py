@@ -175,7 +175,7 @@ class Server:
             "add_generation_prompt": False,
             "chat_template_kwargs": self.template_args,
         }
-        with self._client.ask("/tokenize", body) as response:  # as vLLM has it, too
+        with self._client.ask("/tokenize", body) as response:  # vLLM has this endpoint, too
             try:
                 told = json.loads(response.read(_LINE))
                 return int(told["count"]), int(told["max_model_len"])

@@ -109,7 +109,7 @@ def main() -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         app(prog_name="infer")
-    except OSError as error:  # of a help text: commands tell theirs
+    except OSError as error:  # from writing a help text: commands handle their own
         note(f"error: The output cannot be written: {of_system(error)}")
         discard(1)
         sys.exit(1)
@@ -423,7 +423,7 @@ def run(
             raise RequestError("--logprobs needs --json or --file.")
         bias = dict(map(parse_bias, logit_bias or ()))
         template_args = dict(map(parse_template_arg, template_arg or ()))
-        lines: TypedLines | None = None  # of a conversation
+        lines: TypedLines | None = None  # typed lines, if this is a conversation
         if prompt is not None and words:
             raise RequestError("Give the prompt either after the model or by --prompt, not both.")
         if file is None:
@@ -744,7 +744,7 @@ def rm(
         tell(f"{deletion.name}: deleted, {size(freed)} freed")
 
 
-@app.command("show", cls=Command, hidden=True)  # what Ollama calls it
+@app.command("show", cls=Command, hidden=True)  # the name in Ollama
 @app.command(
     cls=Command,
     epilog="""

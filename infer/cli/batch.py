@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from infer.cli.openai_batch import BatchLine
 
 _OWN = ("id", "prompt", "messages", "n")
-_MOST_SAMPLES = 256  # of a prompt
+_MOST_SAMPLES = 256  # answers to a prompt, at most
 _TOLD, _NUMBERED = 20, 200  # wrong lines shown with their error, and shown by number only
-_FAILURES = (RequestError, TokenizerError, ModelError)  # of one answer, beside which others go on
+_FAILURES = (RequestError, TokenizerError, ModelError)  # errors of one answer: others go on
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from infer.progress import columns, is_terminal, size, visible, write_note
 
 _WIDTH = 80  # where the output is no terminal
 _HEADER = ("size", "format", "revision", "last used")
-_SHORT = 7  # of a commit, as git shows it
+_SHORT = 7  # characters of a commit, as git shows them
 
 
 def pulled_text(found: Pulled) -> str:

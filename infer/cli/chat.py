@@ -57,7 +57,7 @@ from infer.progress import ProgressLine, is_terminal, visible, write_note
 if TYPE_CHECKING:
     from infer.llm import LLM
 
-_MOST_BYTES = 16 << 20  # of a conversation in a file
+_MOST_BYTES = 16 << 20  # size of a conversation in a file
 
 _COMMANDS = {
     "/system TEXT": "set the system message; /system none removes it, /system alone shows it",
@@ -265,7 +265,7 @@ class Conversation:
     typed: bool
     verbose: bool
     messages: list[dict[str, str]] = field(default_factory=list)
-    pace: str | None = None  # of the last answer
+    pace: str | None = None  # speed of the last answer
 
     def run(self, lines: Lines) -> None:
         """Read and answer lines until they end."""

@@ -29,7 +29,7 @@ def _command() -> list[str] | None:
     """The command of a program that writes to the clipboard; None if there is none."""
     environment, commands = os.environ, []
     if environment.get("TMUX"):
-        commands.append(["tmux", "load-buffer", "-w", "-"])  # and passed on to its terminal
+        commands.append(["tmux", "load-buffer", "-w", "-"])  # tmux passes it on to its terminal
     elif not environment.get("SSH_CONNECTION"):
         if sys.platform == "darwin":
             commands.append(["pbcopy"])

@@ -43,7 +43,7 @@ def _process(process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
         raise
 
 
-_TOLD = re.compile(r"Input should be ([^,]*)|Value error, (.*)", re.S)  # by typer
+_TOLD = re.compile(r"Input should be ([^,]*)|Value error, (.*)", re.S)  # typer's messages
 
 
 class Command(TyperCommand):
@@ -424,7 +424,7 @@ def parse_bytes(option: str | None, name: str) -> int | None:
     return nbytes
 
 
-_MOST_COUNTS = 1024  # in a range
+_MOST_COUNTS = 1024  # numbers in a range, at most
 
 
 def parse_counts(option: str | None, name: str) -> list[int]:

@@ -16,9 +16,9 @@ from infer.cli.terminal import exit_codes, show
 from infer.kernels.errors import InferError
 from infer.progress import size, visible
 
-DEFAULT_URL = "http://127.0.0.1:8000"  # of `infer serve`
+DEFAULT_URL = "http://127.0.0.1:8000"  # the default of `infer serve`
 _SECONDS = 10.0  # that it has to answer
-_BYTES = 16 << 20  # of an answer, at most
+_BYTES = 16 << 20  # size of a response, at most
 
 
 def ps(
@@ -100,7 +100,7 @@ def find(url: str, api_key: str | None) -> ServerReport:
         served = [
             _served(model, metrics[model["id"]])
             for model in models or ()
-            if "root" not in model  # else it is another name of one of them
+            if "root" not in model  # with it, it is another name of a model
         ]
         return ServerReport(client.url, str(health.get("status", "unknown")), served)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -43,10 +43,10 @@ def exit_codes(verbose: bool = False) -> Iterator[None]:
     nobody reads the output any more, and with 1 where all was well but a note was lost. verbose
     adds the traceback of an error; any other exception is a bug, and passes."""
     progress.note_lost = False
-    if callable(signal.getsignal(signal.SIGINT)):  # not where it is ignored, as in the background
+    if callable(signal.getsignal(signal.SIGINT)):  # it is ignored in the background: leave that
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # of a connection too, which must not end us
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # closed connections must not end us
     try:
         yield
     except BrokenPipeError:
@@ -117,7 +117,7 @@ def write(text: str) -> None:
 
 def write_as_is(text: str) -> None:
     """Writes text on standard output, at once, with control characters that a terminal obeys."""
-    if sys.stdout is None:  # as it is where a program is started with the stream closed
+    if sys.stdout is None:  # the program was started with the stream closed
         return
     try:
         # typer.echo would take escape sequences out, and would put UTF-8 into an ASCII stream.

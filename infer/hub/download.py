@@ -384,7 +384,7 @@ class Repository:
         if token is None and not constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
             try:
                 token = get_token()
-            except UnicodeDecodeError:  # which would hold all of the file
+            except UnicodeDecodeError:  # the error would contain all of the file
                 token = "not ASCII"
             except OSError as error:
                 if not error.filename:
@@ -611,10 +611,10 @@ def _bar() -> Any:
                 self.moved += int(n or 0)
                 self.done += int(n or 0)
 
-        def update_transfer(self, n: float | None = 1) -> None:  # by Xet, of bytes not yet written
+        def update_transfer(self, n: float | None = 1) -> None:  # Xet: bytes not yet written
             self.moved += int(n or 0)
 
-        def set_postfix_str(self, *_: Any, **__: Any) -> None:  # of a single file
+        def set_postfix_str(self, *_: Any, **__: Any) -> None:  # for a single file
             pass
 
         set_transfer_postfix_str = set_postfix_str

@@ -18,7 +18,7 @@ from infer.text.tool_messages import (
     with_tools,
 )
 
-if TYPE_CHECKING:  # it imports Jinja
+if TYPE_CHECKING:  # the module imports Jinja, which is slow
     from infer.text.template_forms import TemplateForms
 
 # A message's reasoning, under the names that APIs give it; templates read the first.
@@ -260,7 +260,7 @@ def _written(
     return forms, [*messages]
 
 
-_MARK = "END_OF_FINAL_MESSAGE "  # whose space shows whether a template trims messages
+_MARK = "END_OF_FINAL_MESSAGE "  # its space shows whether a template trims messages
 
 
 def _marked(message: dict[str, Any]) -> str:

@@ -45,7 +45,7 @@ class StreamingDetokenizer:
             self._window = [i for i in prompt_ids if self._is_shown(i)]
         self._sent = 0  # characters of the window's text that are out
         self._out = 0  # characters that are out in all
-        self._run = b""  # of byte tokens, held back
+        self._run = b""  # bytes of byte tokens, held back
         # Needed until the first piece: the output may complete the prompt's last character.
         self._prompt_text: str | None = self._decode(self._window)
 

@@ -36,7 +36,7 @@ def open_tokenizer(path: Path, template: str | None = None) -> Tokenizer:
 
 
 def _of_gguf(path: Path) -> Tokenizer:
-    from infer.models.loading.formats.gguf import Gguf  # which most models do without
+    from infer.models.loading.formats.gguf import Gguf  # here, as most models need no GGUF
     from infer.text.gguf_tokenizer import gguf_tokenizer
 
     gguf = Gguf.open(path)
@@ -58,10 +58,10 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
             ".save_pretrained(folder)."
         )
     with foreign(f"{path} cannot be read as a tokenizer", hint=_DAMAGED), open_file(path):
-        backend = tokenizers.Tokenizer.from_file(str(path))  # which would wait for a pipe
+        backend = tokenizers.Tokenizer.from_file(str(path))  # the library would wait for a pipe
     config = read_json(folder / "tokenizer_config.json")
     added: dict[str, Any] = {}
-    if "added_tokens_decoder" not in config:  # else it tells all that the older files do
+    if "added_tokens_decoder" not in config:  # if it is there, the older files add nothing
         config |= read_json(folder / "special_tokens_map.json")
         added = read_json(folder / "added_tokens.json")
     model_config = read_json(folder / "config.json")

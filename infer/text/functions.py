@@ -100,14 +100,14 @@ def _named(function: Any) -> tuple[str, str]:
         called = type(function).__call__.__doc__
         docstring = inspect.cleandoc(called) if called else docstring
     if is_dataclass(function) and docstring.startswith(f"{name}("):
-        docstring = ""  # which the decorator wrote: a signature
+        docstring = ""  # the decorator wrote it: a signature
     return name, docstring
 
 
 def _parameters(function: Any, name: str) -> Iterator[tuple[inspect.Parameter, Any]]:
     """Yields each parameter that a call may give, with its annotation. Raises RequestError for a
     function that cannot be called with named arguments."""
-    bound: set[str] = set()  # what a partial gives, and no call may change
+    bound: set[str] = set()  # arguments that a partial gives; no call may change them
     annotated = function
     while isinstance(annotated, partial):
         bound |= annotated.keywords.keys()
@@ -137,7 +137,7 @@ class _Annotations:
     """Reads annotations of functions as JSON schemas, and as readers of the values that fit."""
 
     def __init__(self) -> None:
-        self.definitions: dict[str, Any] = {}  # of types that have themselves as a part
+        self.definitions: dict[str, Any] = {}  # schemas of types that contain themselves
         self._within: list[type] = []  # dataclasses that are being described
 
     def of(self, function: Any, name: str, texts: Mapping[str, str]) -> ValueType:
@@ -229,7 +229,7 @@ class _Annotations:
         return None
 
     def _dataclass(self, hint: type) -> ValueType | None:
-        if hint in self._within:  # its schema would have no end
+        if hint in self._within:  # the type contains itself: its schema would have no end
             return None
         self._within.append(hint)
         name, docstring = _named(hint)
@@ -242,7 +242,7 @@ class _Annotations:
             values = own.read(value)
             try:
                 return hint(**values)
-            except ValueError as error:  # of its own
+            except ValueError as error:  # the function's own error
                 raise WrongValueError(f"is no {name}: {error}") from error
 
         return ValueType(own.schema | {"additionalProperties": False} | about, read)
@@ -311,7 +311,7 @@ class _Annotations:
             if not isinstance(part, dict):
                 return part
             kept = {key: moved(each) for key, each in part.items()}
-            if "oneOf" in part:  # which says which reference is for which value
+            if "oneOf" in part:  # it says which reference is for which value
                 kept.pop("discriminator", None)
             name = _reference(part.get("$ref"))
             if name is None:
@@ -321,7 +321,7 @@ class _Annotations:
                 return moved(own[name]) | kept
             if name not in names:
                 names[name] = new = _unused(name, self.definitions)
-                self.definitions[new] = {}  # its place, meanwhile
+                self.definitions[new] = {}  # keeps its place until the schema is there
                 self.definitions[new] = moved(own[name])
             return {"$ref": f"#/$defs/{names[name]}"} | kept
 

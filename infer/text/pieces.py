@@ -39,7 +39,7 @@ def encode_pieces(
         return
     begin, end = 0, PIECE
     tokens = _tokens(encode(text[:end]), 0)
-    first = 0  # of those that no piece has had
+    first = 0  # the first token that is in no piece yet
     while end < len(text):
         following = min(end + PIECE, len(text))
         near = len(tokens) - _OVERLAP

@@ -40,11 +40,11 @@ from jinja2.utils import Namespace
 from infer.foreign import foreign
 from infer.kernels.errors import TokenizerError
 
-SECONDS = 30.0  # of this thread's time
+SECONDS = 30.0  # of this thread's CPU time
 SOURCE = 1 << 18  # characters of a template; published ones have up to some 50,000
 SIZE = 1 << 24  # characters of a value, and of the result, more where the messages are long
 _TOTAL = 16  # times as much in all
-_DEPTH = 200  # of lists in lists
+_DEPTH = 200  # how deep lists may be nested
 
 _WEB = ("pprint", "striptags", "urlize", "xmlattr")
 # Filters and methods whose result, or time, grows with the product of their arguments.
@@ -207,7 +207,7 @@ class _Budget:
             return 1, 0
         known = self._known.get(id(value))
         if known is None:
-            entries: Any = getattr(value, "mapping", value)  # of a view, its dictionary
+            entries: Any = getattr(value, "mapping", value)  # a view is measured by its dictionary
             if isinstance(entries, Mapping):
                 entries = [part for item in entries.items() for part in item]
             measures = [self._measure(part) for part in entries]
@@ -422,7 +422,7 @@ class _Namespace(Namespace):
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
-        return "<Namespace>"  # which may hold itself
+        return "<Namespace>"  # written so, as a namespace may contain itself
 
 
 def _check_name(name: str) -> None:

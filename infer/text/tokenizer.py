@@ -19,12 +19,12 @@ from infer.text.pieces import encode_pieces
 
 T = TypeVar("T")
 
-MAX_ID = 2**32 - 1  # what the GPU holds
+MAX_ID = 2**32 - 1  # ids are u32 on the GPU
 
 # The library cannot be interrupted, and needs some 30 bytes for each character on the way.
 SECONDS = 60.0  # to encode a text, and as many for each 600,000 characters of it
 _MOST_CHARACTERS = 1 << 27  # that a text may become before it is split into tokens
-_MOST_GROWTH = 64  # of a token's text in the decoder, which nearly all leave as it is
+_MOST_GROWTH = 64  # how much a decoder may lengthen a token's text; nearly all leave it
 _TOKEN_CHARACTERS = 4096  # of a token's text, on average; the longest of known models have 500
 
 

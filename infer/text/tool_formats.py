@@ -521,7 +521,7 @@ def _gemma_call(reader: Reader, end: str, quote: str) -> Steps[None]:
     reader.call(name)
     parts: list[str] = []
     while (found := (yield from reader.copy_until(end, quote, write=parts.append))) == quote:
-        parts.append(quote)  # what looks like the end of the call may be in a text
+        parts.append(quote)  # a text may contain the end of a call
         if (yield from reader.copy_until(quote, write=parts.append)):
             parts.append(quote)
     text = "".join(parts).strip()

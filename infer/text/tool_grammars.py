@@ -208,7 +208,7 @@ def answer_grammar(
     if content is not None:
         return lark.written(f"{thought} ({all_calls} | {final} {content})")
     if layout.single:
-        preamble = lark.message("commentary")  # what the user is told before a call
+        preamble = lark.message("commentary")  # a message to the user before a call
         answer = f"({all_calls} | {final} text)"
         return lark.written(f"({thought} {preamble})* {thought} {answer}")
     if not layout.begin or style.tools.name == "pythonic":

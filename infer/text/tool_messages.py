@@ -123,7 +123,7 @@ def in_words(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         if message["role"] == "tool":
             results.append(f"<tool_response>\n{text}\n</tool_response>")
             continue
-        if results:  # of several calls, in one message: roles alternate
+        if results:  # results of several calls are one message: roles alternate
             yield {"role": "user", "content": "\n".join(results)}
             results = []
         if "tool_calls" not in message:
