@@ -1,4 +1,4 @@
-"""From a name to a loaded model."""
+"""`infer.load`: finds the files of a model by its name, opens a GPU and loads the model."""
 
 from __future__ import annotations
 

@@ -858,15 +858,15 @@ def test_kernel_label_tells_shapes_apart() -> None:
     assert measure.kernel_label(spec) == "matmul_vec K=64 N=32 norm"
 
 
-def test_readme_table_takes_the_newest_report(tmp_path: Path) -> None:
+def test_the_table_takes_the_newest_report(tmp_path: Path) -> None:
     tables = script("bench_table")
     newer = replace(REPORT, date="2026-01-03T00:00:00+00:00", driver="1.3")
     other = replace(REPORT, adapter="B GPU")
     assert tables.newest([newer, REPORT, other]) == [newer, other]
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n", encoding="utf-8")
-    tables.write(readme, tables.table([newer, other]))
-    lines = readme.read_text(encoding="utf-8").splitlines()
+    document = tmp_path / "benchmarks.md"
+    document.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n", encoding="utf-8")
+    tables.write(document, tables.table([newer, other]))
+    lines = document.read_text(encoding="utf-8").splitlines()
     assert (lines[0], lines[-1]) == ("before", "after")
     assert "old" not in lines
     assert lines[2:7] == [
@@ -880,12 +880,12 @@ def test_readme_table_takes_the_newest_report(tmp_path: Path) -> None:
         "|         |",
     ]
     assert sum("tg128" in line for line in lines) == 2
-    readme.write_text("nothing", encoding="utf-8")
+    document.write_text("nothing", encoding="utf-8")
     with pytest.raises(ValueError, match="has no lines"):
-        tables.write(readme, "text")
+        tables.write(document, "text")
 
 
-def test_readme_table_of_many(tmp_path: Path) -> None:
+def test_the_table_of_many(tmp_path: Path) -> None:
     tables = script("bench_table")
     pair = Row("tg32 x 2 @ d128", 64, (0.1,), 640.0, 0.0)
     odd = replace(pair, test="tg32 x 3 @ d128")  # has no column

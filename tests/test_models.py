@@ -445,6 +445,7 @@ def test_agrees_with_transformers_on_a_new_model(device: Device, case: str, tmp_
 
 
 @pytest.mark.live
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # `cache` since 5.24
 @pytest.mark.parametrize("kv_dtype", ["f16", "q8"])
 @pytest.mark.parametrize("case", ["deepseek_v3", "llama", "mistral", "qwen2", "qwen3"])
 def test_the_cache_rounds_keys_and_values(

@@ -1,4 +1,4 @@
-"""Who answers in `infer chat`: a model of this process, or a server."""
+"""The source of answers in `infer chat`: a model in this process, or a server."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ Pieces = Generator[Piece, None, None]
 
 
 class Answerer(Protocol):
-    """tokens: of the last answer, None where they are not known. finish_reason: of it.
-    template_args: of the chat template."""
+    """Answers chats. tokens: the number of tokens of the last answer, None if it is not known.
+    finish_reason: why the last answer ended. template_args: variables for the chat template."""
 
     name: str
     template_args: dict[str, Any]
@@ -45,18 +45,19 @@ class Answerer(Protocol):
     finish_reason: str | None
 
     def answer(self, messages: Messages, params: Mapping[str, Any]) -> Pieces:
-        """params: of SamplingParams. Closing it ends the answer. Raises InferError."""
+        """Answer a chat. params: options of SamplingParams. Closing the result ends the answer.
+        Raises InferError."""
 
     def count(self, messages: Messages) -> tuple[int, int]:
-        """Tokens of the messages, and those that the context holds. Raises InferError where these
-        are not known."""
+        """The number of tokens of the messages, and of the context. Raises InferError if they are
+        not known."""
 
     def check_thinking(self) -> None:
-        """Raises RequestError where thinking is known to have no switch."""
+        """Raises RequestError if it is known that thinking has no switch."""
 
 
 class Model:
-    """A model of this process."""
+    """Answers of a model in this process."""
 
     def __init__(self, llm: LLM, template_args: Mapping[str, Any]) -> None:
         if not llm.tokenizer.has_chat_template:
@@ -100,7 +101,7 @@ class Model:
 
 
 class Server:
-    """A model behind OpenAI's API."""
+    """Answers of a server with OpenAI's API."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class Server:
             "add_generation_prompt": False,
             "chat_template_kwargs": self.template_args,
         }
-        with self._client.ask("/tokenize", body) as response:  # as vLLM has it, too
+        with self._client.ask("/tokenize", body) as response:  # vLLM has this endpoint, too
             try:
                 told = json.loads(response.read(_LINE))
                 return int(told["count"]), int(told["max_model_len"])
@@ -184,7 +185,8 @@ class Server:
                 ) from None
 
     def check_thinking(self) -> None:
-        """It is not known: servers ignore what their templates do not read."""
+        """Does nothing: servers ignore variables that their templates do not read, so nobody can
+        tell."""
 
 
 def _told(response: http.client.HTTPResponse, url: str) -> str:

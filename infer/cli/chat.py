@@ -57,7 +57,7 @@ from infer.progress import ProgressLine, is_terminal, visible, write_note
 if TYPE_CHECKING:
     from infer.llm import LLM
 
-_MOST_BYTES = 16 << 20  # of a conversation in a file
+_MOST_BYTES = 16 << 20  # size of a conversation in a file
 
 _COMMANDS = {
     "/system TEXT": "set the system message; /system none removes it, /system alone shows it",
@@ -231,7 +231,8 @@ def chat(
 
 
 def loaded(llm: LLM, params: Mapping[str, Any], template_args: Mapping[str, Any]) -> Model:
-    """A model that answers, its kernels compiled. Raises RequestError where it cannot chat."""
+    """The answerer of a loaded model, whose kernels are compiled. Raises RequestError if the model
+    cannot chat."""
     from infer.sampling import SamplingParams
 
     model = Model(llm, template_args)
@@ -246,7 +247,7 @@ def greet(answerer: Answerer) -> None:
 
 
 def check_params(params: Mapping[str, Any], given: Iterable[str]) -> None:
-    """Raises RequestError for a value that is wrong, and for a name of those given."""
+    """Raises RequestError if a value is wrong, or if a name of `given` does not exist."""
     from infer.calls import check_names
     from infer.sampling import SamplingOptions, SamplingParams
 
@@ -257,8 +258,8 @@ def check_params(params: Mapping[str, Any], given: Iterable[str]) -> None:
 
 @dataclass
 class Conversation:
-    """typed: whether in a terminal, where Ctrl-C stops an answer alone, and an error the message
-    alone; else both end the program."""
+    """A conversation and its commands. typed: a person types it, so Ctrl-C and errors end only one
+    answer; otherwise they end the program."""
 
     answerer: Answerer
     params: dict[str, Any]
@@ -266,10 +267,10 @@ class Conversation:
     typed: bool
     verbose: bool
     messages: list[dict[str, str]] = field(default_factory=list)
-    pace: str | None = None  # of the last answer
+    pace: str | None = None  # speed of the last answer
 
     def run(self, lines: Lines) -> None:
-        """Until the lines end."""
+        """Read and answer lines until they end."""
         self._lines = lines
         leaving = False  # whether another Ctrl-C ends
         while True:
@@ -298,8 +299,8 @@ class Conversation:
                 note(f"error: {of_system(error) if isinstance(error, OSError) else error}")
 
     def _answer(self, *new: dict[str, str]) -> None:
-        """Have the conversation answered, with new messages at its end. Raises InferError, and
-        forgets these, if nothing comes."""
+        """Answer the conversation, which ends with new messages. If no answer comes, the new
+        messages are forgotten. Raises InferError."""
         asked = [*self.messages, *new]
         writer = MarkdownWriter()
         text = ""
@@ -350,7 +351,7 @@ class Conversation:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def _end_thoughts(self, writer: MarkdownWriter) -> None:
-        """An empty line before the answer."""
+        """Write an empty line between thoughts and answer."""
         if self.typed:
             writer.end()
             writer.end()
@@ -360,7 +361,8 @@ class Conversation:
     # Commands
 
     def _is_command(self, name: str) -> bool:
-        """Without a terminal, what is none is a message, and that is noted. Raises RequestError."""
+        """Whether a command of this name exists. If not, raises RequestError in a terminal;
+        otherwise the line is a message, and a note says so."""
         if hasattr(self, f"_do_{name}"):
             return True
         if self.typed:
@@ -401,8 +403,8 @@ class Conversation:
         note("The message was not changed.")
 
     def _answer_instead(self, place: int, *new: dict[str, str]) -> None:
-        """Have the conversation answered up to a message, with new ones in place of the rest, which
-        stays if nothing comes."""
+        """Answer the conversation up to the message at `place`, with new messages in place of the
+        rest. If no answer comes, the rest stays."""
         before, self.messages = self.messages, self.messages[:place]
         try:
             self._answer(*new)

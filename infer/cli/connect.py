@@ -95,7 +95,7 @@ def connect(
 
 @dataclass(frozen=True)
 class Server:
-    """url: without /v1. context: of the model, in tokens."""
+    """A running server. url: without /v1. context: the context of its model, in tokens."""
 
     url: str
     model: str
@@ -104,12 +104,12 @@ class Server:
 
     @property
     def key(self) -> str:
-        """The key as a word of a shell."""
+        """The API key as a word in a shell command."""
         return f'"${_KEY}"' if self.has_key else "none"
 
 
 def _ask(url: str, model: str | None, api_key: str | None) -> Server:
-    """Raises InferError."""
+    """Ask a running server for its model and context. Raises InferError."""
     report = find(url, api_key)
     models = {each.name: each for each in report.models}
     if not models:
@@ -133,9 +133,10 @@ def _ask(url: str, model: str | None, api_key: str | None) -> Server:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a program needs. command: starts it. path: the file of its settings; None if it keeps
-    them elsewhere. own: what has to be in there. change: makes the file's text of the one before,
-    which is None if there is no file; raises InferError rather than lose something."""
+    """The settings that a program needs. command: starts the program. path: its settings file, or
+    None if it keeps settings elsewhere. own: the text that the file must contain. change: turns the
+    present text of the file (None: there is no file) into the new one; raises InferError rather
+    than lose anything."""
 
     command: str
     path: Path | None = None
@@ -162,7 +163,7 @@ class Setup:
 
 
 def _text_file(command: str, path: Path, text: str) -> Setup:
-    """A file of its own."""
+    """A setup that writes a settings file which belongs to infer alone."""
 
     def change(before: str | None) -> str:
         if before is not None and not before.startswith(_OURS):
@@ -181,8 +182,8 @@ def _json_file(
     own: Mapping[str, Any],
     is_ours: Callable[[Mapping[str, Any]], bool] = lambda before: True,
 ) -> Setup:
-    """Settings among others. is_ours: whether those of the same names are of an earlier call, so
-    that they may be overwritten."""
+    """A setup that adds settings to a JSON file. is_ours: whether settings of these names come from
+    an earlier call, so that they may be overwritten."""
 
     def change(before: str | None) -> str:
         try:
@@ -205,8 +206,8 @@ def _json(value: object) -> str:
 
 
 def _merged(before: Any, own: Any) -> Any:
-    """Objects joined. A list gets its new entries first, in place of those with the same id and
-    address. before: None, or of the same kind."""
+    """The settings in `before` with those of `own` added. Objects are joined. In a list, new
+    entries come first and replace entries with the same id and address."""
     if isinstance(before, dict):
         return before | {key: _merged(before.get(key), value) for key, value in own.items()}
     if isinstance(before, list):
@@ -221,7 +222,7 @@ def _merged(before: Any, own: Any) -> Any:
 
 
 def _check(before: Mapping[str, Any], own: Mapping[str, Any], path: Path, *, values: bool) -> None:
-    """Raises InferError if a setting is of another kind there or, if values, has another value."""
+    """Raises InferError if a setting has another type there, or, if `values`, another value."""
     for key, value in own.items():
         there = before.get(key, value)
         if isinstance(there, dict) and isinstance(value, dict):
@@ -349,7 +350,7 @@ def _open_webui(server: Server) -> Setup:
 
 
 def _quoted(text: str) -> str:
-    """As a string of TOML or YAML."""
+    """The text as a quoted string of TOML or YAML."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -57,8 +57,8 @@ class Adapters:
 
     @classmethod
     def find(cls, device: str | None = None, webgpu: str | None = None) -> Adapters:
-        """webgpu: the only library that is asked; None asks all. Raises DeviceError where there is
-        no adapter, or none that `device` names."""
+        """Find the adapters of this machine. webgpu: ask this library only; None asks all. Raises
+        DeviceError if there is no adapter, or none that `device` names."""
         used = choose_adapter(device, webgpu)
         variable = "INFER_DEVICE" if os.environ.get("INFER_DEVICE", "").strip() else "best"
         own, listed, notes = list_adapters(webgpu), [], []
@@ -166,7 +166,8 @@ def _adapter_table(adapter: AdapterInfo) -> str:
 
 @dataclass(frozen=True)
 class Checks:
-    """The kernels of an adapter, compared with their references."""
+    """The results of `infer devices --check`: the kernels of an adapter, compared with their
+    references."""
 
     adapter: AdapterInfo
     results: list[CheckResult]
@@ -274,7 +275,7 @@ class ModelReport:
 
 
 def _products(products: str) -> str:
-    """For a reader."""
+    """The precision of products in words."""
     return "f16, by matrices, with sums in f32" if products == "f16" else products
 
 
@@ -283,8 +284,8 @@ def _products(products: str) -> str:
 
 @dataclass(frozen=True)
 class Loading:
-    """Seconds until a model was ready; the last `compiling` of them had nothing but kernels to
-    wait for."""
+    """Seconds until a model was ready. compiling: the last of them, in which only kernels were
+    waited for."""
 
     seconds: float
     compiling: float
@@ -345,7 +346,7 @@ def _logprob_json(entry: TopLogprob) -> dict[str, Any]:
 def result_json(
     llm: LLM, result: Result, params: SamplingParams, loading: Loading
 ) -> dict[str, Any]:
-    """All about a generation. params: as they were used."""
+    """All about a generation, as a JSON object. params: the sampling parameters that were used."""
     memory = llm.stats().memory
     return answer_json(result) | {
         "prompt_tps": result.prompt_tps,
@@ -366,7 +367,8 @@ def result_json(
 
 
 def load_details(llm: LLM, params: SamplingParams, loading: Loading) -> str:
-    """For --verbose: what runs, and how."""
+    """The details that --verbose shows after loading: model, adapter, weights, engine options,
+    sampling."""
     device, engine = llm.device, llm.engine
     dtypes = sorted({tensor.dtype for tensor in engine.weights.values() if len(tensor.shape) > 1})
     nbytes = sum(tensor.nbytes for tensor in engine.weights.values())

@@ -256,7 +256,7 @@ def serve(
             "chat_template": None if chat_template is None else own_template(chat_template),
             "offline": offline,
         }
-        if len(models) > 1:  # which are loaded when clients ask for them
+        if len(models) > 1:  # several models are loaded when clients ask for them
             from infer.loading import check_options
 
             check_options(**load_options)
@@ -281,7 +281,7 @@ def serve(
 
 
 class _Source:
-    """A model by the name that the command was given."""
+    """A model to serve, by the name that the command was given."""
 
     def __init__(self, model: str, revision: str | None, options: Mapping[str, Any]) -> None:
         self._model, self._revision, self._options = model, revision, options
@@ -319,7 +319,7 @@ def _both(first: Progress, second: Progress) -> Progress:
 
 @contextmanager
 def needs_extra(what: str) -> Iterator[None]:
-    """Raises InferError where what is imported in the block is not installed."""
+    """Raises InferError if a package that the block imports is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
