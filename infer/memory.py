@@ -12,7 +12,7 @@ from infer.engine.draft import check_draft
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.engine.steps import Loaded
-from infer.engine.windows import window_of, window_pages
+from infer.engine.windows import all_have_windows, useful_positions, window_of, window_pages
 from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, memory_info
 from infer.kernels.gpu.device import Device, DryDevice, Limits
@@ -85,8 +85,7 @@ def cache_positions(
         return of_windows + (each + others) * positions
 
     each = kv_bytes_per_position(model, dtype, windows=False) + others
-    # Where all layers have a window, no more positions are of use.
-    most = nbytes // each if each else options.max_batch * model.config.max_position_embeddings
+    most = nbytes // each if each else useful_positions(model.config, options)
     return max(shared, PAGE * bisect_right(range(1, most // PAGE + 1), nbytes, key=needed))
 
 
@@ -264,6 +263,16 @@ class MemoryCount:
             if rope is not None
         )
 
+    def _with_all_positions(self, options: EngineOptions) -> EngineOptions:
+        """The options with all positions that are of use, where these take no memory besides that
+        of windows."""
+        config, given = self.model.config, options.cache_positions is not None
+        if given or self.draft is not None or not all_have_windows(config):
+            return options
+        if not window_pages(config, options):
+            return options
+        return replace(options, cache_positions=useful_positions(config, options))
+
     def _with_state_places(self, options: EngineOptions, left: int | None) -> EngineOptions:
         """The options with the places for states that the memory left has room for, in bytes; None:
         nobody knows. There are at least two for each sequence."""
@@ -299,7 +308,7 @@ class MemoryCount:
                     need = self.needed(options)
                     if free is None or need.total <= free:
                         left = None if free is None else free - need.total
-                        return self._with_state_places(options, left)
+                        return self._with_state_places(self._with_all_positions(options), left)
             shorter = "context" in may_shrink and options.context // 2 >= _LEAST_CONTEXT
             if shorter and (options.context > DEFAULT_CONTEXT or not fewer):
                 options = replace(options, context=options.context // 2)

@@ -14,16 +14,21 @@ from engines import Compiled, answer, build_engine, scores, sharing
 from reference_models import TOLERANCE, load, relative_error
 
 import infer
+from infer.cli.report import ModelReport
+from infer.cli.serve import cache_text
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.engine.pages import Match
 from infer.engine.scheduler import Scheduler, Sequence
 from infer.engine.steps import Loaded
+from infer.inspection import inspect_model
 from infer.kernels.errors import OutOfMemoryError
+from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import Buffer, Device, DryDevice, Limits
 from infer.kernels.state.kv_cache import PAGE
 from infer.memory import MemoryCount, cache_positions, kv_bytes_per_position, window_bytes
-from infer.models import build_model
+from infer.models import build_model, open_model
+from infer.models.blocks.decoder import Decoder
 from infer.models.loading.plan import plan_random
 from infer.models.loading.shapes import shape_config
 from infer.sampling import SamplingParams
@@ -340,8 +345,9 @@ def test_memory_for_windows_alone() -> None:
     """Where all layers have a window, a cache holds all that answers can have."""
     model = build_model(shape_config("gpt-oss-20b"))
     model = type(model)(replace(model.config, windows=(128,) * 24))
-    options = EngineOptions(context=4096, max_batch=4)
-    assert cache_positions(4 << 30, model, None, options) == 4 * 131072
+    options = EngineOptions(context=131072, max_batch=4)
+    # Those of four answers, and of four prompts whose windows are kept.
+    assert cache_positions(4 << 30, model, None, options) == 8 * 131072
     assert cache_positions(1 << 20, model, None, options) == (1 << 20) // (24 * 2048)
 
 
@@ -374,3 +380,63 @@ def test_steps_by_hand(made: Make) -> None:
         count = engine.runner.caches.windows.n_pages
         assert max(windows) < count
         assert all(len({*windows[i : i + 4]}) == 4 for i in range(20))
+
+
+def fitted(model: Decoder, options: EngineOptions) -> EngineOptions:
+    """What loading makes of options, with as much memory as it takes."""
+    limits = Limits(max_binding=1 << 32, max_buffer=1 << 32)
+    gpu = AdapterInfo(0, "a GPU", "discrete", "Vulkan", "1", frozenset(), {})
+    count = MemoryCount(model, plan_random(model.weights(), "bf16"), limits, gpu)
+    found = count.fitting(options)
+    assert count.needed(found).total == count.needed(options).total
+    return found
+
+
+def test_positions_that_take_no_memory_are_there_by_default() -> None:
+    mixed = build_model(shape_config("gpt-oss-20b"))
+    narrow = type(mixed)(replace(mixed.config, windows=(128,) * 24))
+    wide = type(mixed)(replace(mixed.config, windows=(4096,) * 24))
+    options = EngineOptions(context=16384, max_batch=8)
+    assert fitted(narrow, options).pages == (8 + 8) * 16384 // PAGE
+    assert fitted(narrow, replace(options, max_batch=1)).pages == (1 + 4) * 16384 // PAGE
+    own = replace(options, cache_positions=20000)
+    # Where others take memory, where windows would take more, and where it is asked for.
+    for model, given in ((mixed, options), (wide, options), (narrow, own)):
+        assert fitted(model, given) == given
+
+
+def test_answers_have_room_for_whole_contexts(made: Make, tmp_path: Path) -> None:
+    model, _ = open_model(write("mistral_sliding", tmp_path / "model", 100))
+    options = fitted(model, EngineOptions(context=1500, max_batch=2, prefill_chunk=64))
+    engine = made("mistral_sliding", max_batch=2, cache_positions=options.cache_positions)
+    prompts = [text(engine, seed, 1300) for seed in (1, 2)]
+    # Of two such answers at once, one waits without these positions.
+    for own, count in ((engine, 2), (made("mistral_sliding", max_batch=2), 1)):
+        running = [iter(own.generate(prompt, PARAMS)) for prompt in prompts]
+        for _ in range(20):
+            next(running[0])
+        assert own.stats().running == count
+        for steps in running:
+            list(steps)
+        assert own.stats().preemptions == 0
+    assert reused(engine, prompts[0]) == 1299
+    cache = engine.stats().cache
+    assert (cache.tokens, cache.window) == (-(-6 * 1500 // PAGE) * PAGE, 100)
+    assert 0 < cache.window_pages_used <= cache.window_pages < 1500 // PAGE + 18
+    assert cache_text(cache) == (
+        f"9,024 tokens of all answers; {cache.window_pages * PAGE:,} in layers that see the last "
+        "100 of each"
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("mistral_sliding", "for 1,500 tokens (all layers see the last 40 alone, in f16)"),
+        ("gemma3_text", "for layers that see the last 40, in f16)"),
+    ],
+)
+def test_memory_of_windows_is_told(tmp_path: Path, case: str, told: str) -> None:
+    inspection = inspect_model(str(write(case, tmp_path / "model", 40)), context=1500)
+    assert (inspection.kv_window, inspection.kv_window_bytes > 0) == (40, True)
+    assert told in " ".join(ModelReport(inspection).text().split())

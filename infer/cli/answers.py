@@ -7,6 +7,8 @@ import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from infer.cli.client import Client
@@ -55,6 +57,15 @@ class Answerer(Protocol):
     def check_thinking(self) -> None:
         """Raises RequestError if it is known that thinking has no switch."""
 
+    def save_cache(self, path: Path, messages: Messages) -> int | None:
+        """Save in a file what the next message's prompt has in common with these messages, as it is
+        computed. Returns how many tokens that are; None where there is no such file. Raises
+        InferError."""
+
+    def load_cache(self, path: Path) -> int | None:
+        """Let prompts go on from such a file. Returns how many tokens it has; None where it is of
+        no use. Raises InferError."""
+
 
 class Model:
     """Answers of a model in this process."""
@@ -98,6 +109,16 @@ class Model:
                 f"Thinking cannot be turned on or off: {self.name}'s chat template has no such "
                 "option."
             )
+
+    def save_cache(self, path: Path, messages: Messages) -> int | None:
+        # Templates write the last answer in another way once a message follows it.
+        following = ({"role": "user", "content": text} for text in ("a", "1"))
+        prompts = [self._llm.encode([*messages, each], **self.template_args) for each in following]
+        common = takewhile(lambda ids: ids[0] == ids[1], zip(*prompts, strict=False))
+        return self._llm.save_cache(path, [ids[0] for ids in common])
+
+    def load_cache(self, path: Path) -> int | None:
+        return self._llm.load_cache(path)
 
 
 class Server:
@@ -187,6 +208,12 @@ class Server:
     def check_thinking(self) -> None:
         """Does nothing: servers ignore variables that their templates do not read, so nobody can
         tell."""
+
+    def save_cache(self, path: Path, messages: Messages) -> int | None:
+        return None  # it is the server's own
+
+    def load_cache(self, path: Path) -> int | None:
+        return None
 
 
 def _told(response: http.client.HTTPResponse, url: str) -> str:

@@ -52,7 +52,7 @@ from infer.cli.terminal import (
 )
 from infer.foreign import shown
 from infer.kernels.errors import InferError, RequestError
-from infer.progress import ProgressLine, is_terminal, visible, write_note
+from infer.progress import ProgressLine, is_terminal, size, visible, write_note
 
 if TYPE_CHECKING:
     from infer.llm import LLM
@@ -70,8 +70,10 @@ _COMMANDS = {
     "/edit": "edit the last message, in $EDITOR if that is set, and answer it again",
     "/copy": "copy the last answer to the clipboard",
     "/reset": "start over, with the same system message and options",
-    "/save FILE": "write the conversation to a file, as JSON",
-    "/load FILE": "continue a conversation that /save wrote",
+    "/save FILE": "write the conversation to a file, as JSON, and what is computed of it to "
+    "FILE.cache",
+    "/load FILE": "continue a conversation that /save wrote; what FILE.cache has of it is not "
+    "computed again",
     "/exit": "leave, as Ctrl-D does",
 }
 _HELP = f"""\
@@ -462,13 +464,23 @@ class Conversation:
     def _do_save(self, rest: str) -> None:
         if not rest:
             raise RequestError("Give a file name: /save FILE.")
-        messages = [*self._system(), *self.messages]
-        try:
-            with Path(rest).expanduser().open("x", encoding="utf-8") as file:
-                file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
-        except FileExistsError:
-            raise RequestError(f"{rest} exists already. Choose another name.") from None
+        path, messages = Path(rest).expanduser(), [*self._system(), *self.messages]
+        cache = _cache_of(path)
+        for each in (path, cache):
+            if each.exists():
+                raise RequestError(f"{each} exists already. Choose another name.")
+        with path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
         note(f"wrote {len(messages)} messages to {rest}")
+        if not self.messages:
+            return
+        try:
+            tokens = self.answerer.save_cache(cache, messages)
+        except InferError as error:
+            note(f"note: what is computed of them was not saved: {error}")
+            return
+        if tokens is not None:
+            note(f"wrote {tokens:,} computed tokens, {size(cache.stat().st_size)}, to {cache}")
 
     def _do_load(self, rest: str) -> None:
         if not rest:
@@ -489,6 +501,21 @@ class Conversation:
         self.system = first["content"] if first.get("role") == "system" else None
         self.messages = messages[self.system is not None :]
         note(f"read {len(messages)} messages from {rest}")
+        cache = _cache_of(Path(rest).expanduser())
+        if not cache.exists():
+            return
+        try:
+            tokens = self.answerer.load_cache(cache)
+        except InferError as error:
+            note(f"note: the messages will be computed again: {error}")
+            return
+        if tokens is not None:
+            note(f"read {tokens:,} computed tokens from {cache}")
+
+
+def _cache_of(path: Path) -> Path:
+    """The file beside a conversation's that has what is computed of it."""
+    return path.with_name(f"{path.name}.cache")
 
 
 def _pace(tokens: int, first: float, rest: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +41,8 @@ _FIRST_TOKENS = {
     Program.QWEN_CODE: 31_000,
     Program.CONTINUE: 3_000,
     Program.CLINE: 12_000,
+    Program.AIDER: 5_000,
+    Program.OPEN_WEBUI: 5_000,
 }
 
 
@@ -88,7 +90,7 @@ def connect(
             )
         setup = _SETUPS[program](server)
         if writes:
-            write(f"{setup.write(program)}\n\nStart it with:\n\n{setup.command}\n")
+            write(f"{setup.write(program)}\n\nStart it with:\n\n{setup.start}")
         else:
             write(setup.text())
 
@@ -136,17 +138,23 @@ class Setup:
     """The settings that a program needs. command: starts the program. path: its settings file, or
     None if it keeps settings elsewhere. own: the text that the file must contain. change: turns the
     present text of the file (None: there is no file) into the new one; raises InferError rather
-    than lose anything."""
+    than lose anything. remark: what else a person has to know."""
 
     command: str
     path: Path | None = None
     own: str = ""
     change: Callable[[str | None], str] | None = None
+    remark: str = ""
 
     def text(self) -> str:
         if self.path is None:
-            return f"{self.command}\n"
-        return f"In {self.path}:\n\n{self.own}\nThen start it with:\n\n{self.command}\n"
+            return self.start
+        return f"In {self.path}:\n\n{self.own}\nThen start it with:\n\n{self.start}"
+
+    @property
+    def start(self) -> str:
+        """How it is started."""
+        return f"{self.command}\n" + (f"\n{self.remark}\n" if self.remark else "")
 
     def write(self, program: str) -> str:
         """Returns what was done. Raises InferError and OSError."""
@@ -335,18 +343,32 @@ def _cline(server: Server) -> Setup:
 
 def _aider(server: Server) -> Setup:
     name = f"openai/{server.model}"
-    about = {"max_input_tokens": server.context, "litellm_provider": "openai", "mode": "chat"}
+    about = {
+        "max_input_tokens": server.context,
+        "max_output_tokens": server.context,
+        "litellm_provider": "openai",
+        "mode": "chat",
+    }
     url = shlex.quote(f"{server.url}/v1")
-    return _json_file(
+    setup = _json_file(
         f"aider --model {shlex.quote(name)} --openai-api-base {url} --openai-api-key {server.key}",
         Path.home() / ".aider.model.metadata.json",
         {name: about},
     )
+    remark = (
+        "It asks for a temperature of 0. For the model's own, as reasoning models need it, put\n"
+        f"this into .aider.model.settings.yml:\n\n- name: {_quoted(name)}\n  use_temperature: false"
+    )
+    return replace(setup, remark=remark)
 
 
 def _open_webui(server: Server) -> Setup:
     url = shlex.quote(f"{server.url}/v1")
-    return Setup(f"OPENAI_API_BASE_URL={url} OPENAI_API_KEY={server.key} open-webui serve")
+    return Setup(
+        f"OPENAI_API_BASE_URL={url} OPENAI_API_KEY={server.key} open-webui serve",
+        remark="It keeps the address of its first start: if that was another one, change it on its "
+        "page,\nin the admin settings under Connections.",
+    )
 
 
 def _quoted(text: str) -> str:

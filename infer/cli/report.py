@@ -262,8 +262,7 @@ class ModelReport:
                 "weights": f"{size(m.weight_bytes)} in {', '.join(m.dtypes)}{widened} "
                 f"({size(m.disk_bytes)}{f' of {m.name}' if m.draft else ''} on disk)",
                 "KV cache": f"{size(m.kv_cache_bytes)} for {m.context:,} tokens "
-                f"({m.kv_bytes_per_token:,} bytes per token in {m.kv_dtype}"
-                f"{f', and {size(m.kv_window_bytes)} of windows' if m.kv_window_bytes else ''})",
+                f"({_kv_cache(m)} in {m.kv_dtype})",
                 "other": size(m.other_bytes),
                 "total": size(m.total_bytes),
                 "context": f"{m.context:,} tokens; the model's maximum is {m.max_context:,}",
@@ -272,6 +271,17 @@ class ModelReport:
                 "fits": f"{fits}: {in_options(m.verdict)}",
             }
         )
+
+
+def _kv_cache(m: Inspection) -> str:
+    """What makes up the KV cache."""
+    each = f"{m.kv_bytes_per_token:,} bytes per token"
+    if not m.kv_window:
+        return each
+    if not m.kv_bytes_per_token:
+        return f"all layers see the last {m.kv_window:,} alone,"
+    windows = f"{size(m.kv_window_bytes)} for layers that see the last {m.kv_window:,}"
+    return f"{each}, and {windows},"
 
 
 def _products(products: str) -> str:

@@ -45,6 +45,7 @@ from infer.kernels.errors import InferError, RequestError
 from infer.progress import ProgressLine, size
 
 if TYPE_CHECKING:
+    from infer.engine.pages import PoolStats
     from infer.keywords import Progress
     from infer.llm import LLM
     from infer.server.host import Host
@@ -329,6 +330,15 @@ def needs_extra(what: str) -> Iterator[None]:
         ) from error
 
 
+def cache_text(cache: PoolStats) -> str:
+    """Returns what the KV cache has room for."""
+    text = f"{cache.tokens:,} tokens of all answers"
+    if not cache.window:
+        return text
+    tokens = f"{cache.window_tokens:,} in layers that see the last {cache.window:,} of each"
+    return f"{text}; {tokens}"
+
+
 def _screen(host: Host, address: str) -> str:
     """Returns what `infer serve` prints once the server answers: its addresses, models and GPU."""
 
@@ -343,7 +353,7 @@ def _screen(host: Host, address: str) -> str:
         stats = llm.stats()
         rows["memory"] = f"{size(stats.memory.allocated)} on {llm.gpu.name}, more as it is used"
         rows["slots"] = f"{llm.slots} answers at once, each of up to {llm.context:,} tokens"
-        rows["cache"] = f"{stats.cache.tokens:,} tokens of all answers"
+        rows["cache"] = cache_text(stats.cache)
         chat = llm.tokenizer.has_chat_template
     else:
         rows["loaded"] = "each at its first request"

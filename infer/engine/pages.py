@@ -48,7 +48,10 @@ class Match:
 class PoolStats:
     """Pages that are referenced, that are only cached, and that are free; tokens that were found,
     of those that were looked up. page_size: positions of a page. states: snapshots of states that
-    are kept, of the `state_places` that there are."""
+    are kept, of the `state_places` that there are. window: the most positions that a layer with a
+    window sees, where such layers have pages of their own, which the others are without; 0: all
+    layers share the pages. window_pages: of these layers. window_pages_used: that are referenced or
+    cached."""
 
     in_use: int
     cached: int
@@ -58,11 +61,19 @@ class PoolStats:
     page_size: int = 1
     states: int = 0
     state_places: int = 0
+    window: int = 0
+    window_pages: int = 0
+    window_pages_used: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens that there is room for in all."""
         return (self.in_use + self.cached + self.free) * self.page_size
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens that layers with a window have room for, if they have pages of their own."""
+        return self.window_pages * self.page_size
 
 
 @dataclass(eq=False, repr=False)
@@ -177,6 +188,8 @@ class PagePool:
     def stats(self) -> PoolStats:
         in_use = len(self._count)
         free = self.pages - self.touched + len(self._free)
+        windows = self.windows
+        of_windows = (0, 0, 0) if windows is None else (windows.window, windows.pages, windows.used)
         return PoolStats(
             in_use,
             self.pages - in_use - free,
@@ -186,6 +199,7 @@ class PagePool:
             self.page_size,
             len(self.snapshots),
             self.snapshots.places,
+            *of_windows,
         )
 
     def pages_for(self, positions: int) -> int:
