@@ -13,6 +13,7 @@ from conversations import BEARABLE, Agents, agents_of
 import infer
 from infer.engine import host_tier, scheduler, snapshots
 from infer.engine.host_cache import Found, HostCache, Name
+from infer.engine.host_memory import HostMemory
 from infer.engine.options import EngineOptions
 from infer.engine.prefixes import common_length, page_names
 from infer.kernels.errors import RequestError
@@ -27,6 +28,13 @@ CASES = ["lfm2", "llama", *(pytest.param(c, marks=pytest.mark.full) for c in ("q
 
 def data(value: int, nbytes: int = 100) -> Any:
     return np.full(nbytes, value, np.uint8)
+
+
+def cache_of(capacity: int) -> HostCache:
+    """Made of blocks of 100 bytes."""
+    cache = HostCache(capacity)
+    cache._memory = HostMemory(capacity, block=100)
+    return cache
 
 
 def kept(cache: HostCache, tokens: list[int], key: Any = None) -> list[Name]:
@@ -49,7 +57,7 @@ def test_how_much_is_common() -> None:
 
 
 def test_the_longest_beginning_is_found() -> None:
-    cache = HostCache(10_000)
+    cache = cache_of(10_000)
     tokens = list(range(10))
     names = kept(cache, tokens)
     for length in range(11):
@@ -63,10 +71,12 @@ def test_the_longest_beginning_is_found() -> None:
 
 
 def test_with_states_it_ends_at_one() -> None:
-    cache = HostCache(10_000)
+    cache = cache_of(10_000)
     tokens = list(range(14))
     names, before = kept(cache, tokens), page_names(tokens, None, SIZE)
-    states = {n: Name(before[n // SIZE], tuple(tokens[n - n % SIZE : n]), True) for n in (3, 6, 13)}
+    states = {
+        n: Name(before[n // SIZE], tuple(tokens[n - n % SIZE : n]), "state") for n in (3, 6, 13)
+    }
     for state in states.values():
         cache.put(state, data(7))
     assert cache.find(tokens, None, 0, SIZE, True) == Found(13, tuple(names), states[13])
@@ -77,16 +87,57 @@ def test_with_states_it_ends_at_one() -> None:
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    cache = HostCache(300)
+    cache = cache_of(300)
     names = kept(cache, list(range(12)))
-    assert cache.get(names[0]) is not None
+    cache.use(names[:1])
     kept(cache, [50, 51])
-    assert [cache.get(name) is not None for name in names] == [True, False, True]
-    cache.put(Name(b"", (1,)), data(0, 301))  # larger than all
-    assert (cache.nbytes, cache.stats.pages) == (300, 3)
-    cache.clear()
-    assert (cache.nbytes, cache.stats.pages) == (0, 0)
-    assert cache.find(list(range(12)), None, 0, SIZE, False).length == 0
+    assert [name in cache for name in names] == [True, False, True]
+    assert not cache.put(Name(bytes(16), (1,)), data(0, 301))  # larger than all
+    assert (cache.stats.nbytes, cache.stats.pages) == (300, 3)
+    assert not cache.put(Name(bytes(16), (1,)), data(0), used=0)  # all others were used since
+    cache.use(names)
+    assert cache.put(Name(bytes(16), (1,)), data(0))
+    assert [name in cache for name in names] == [True, False, True]
+    assert cache.put(Name(bytes(16), (2,)), data(0))
+    assert [name in cache for name in names] == [True, False, False]  # the beginning stays longest
+
+
+def test_models_share_one_budget() -> None:
+    """Each finds its own, and what was used longest ago goes, of whichever it is."""
+    memory, tokens = HostMemory(600, block=100), list(range(12))
+    one, two, later = (HostCache(600) for _ in range(3))
+    one.share(memory, b"1" * 16)
+    two.share(memory, b"2" * 16)
+    names = kept(one, tokens)
+    assert two.find(tokens, None, 0, SIZE, False).length == 0
+    kept(two, tokens)
+    one.use_path(tokens, None, SIZE)
+    kept(two, [90, 91])
+    assert [name in one for name in names] == [True, True, True]
+    assert [name in two for name in names] == [False, True, True]
+    found = np.zeros(100, np.uint8)
+    assert not two.read(names[0], found)
+    assert two.read(names[1], found)
+    assert (found == 1).all()
+    kept(two, [70, 71])
+    kept(two, [80, 81])
+    assert two.find(tokens, None, 0, SIZE, False).length == 0
+    assert one.find(tokens, None, 0, SIZE, False).length == 12
+    later.share(memory, b"1" * 16)
+    assert later.find(tokens, None, 0, SIZE, False) == Found(12, tuple(names))
+    assert (one.stats.pages, two.stats.pages, later.stats.nbytes) == (3, 3, 300)
+
+
+def test_what_has_gone_is_forgotten() -> None:
+    memory = HostMemory(300, block=100)
+    one, two = HostCache(300), HostCache(300)
+    one.share(memory, b"1" * 16)
+    two.share(memory, b"2" * 16)
+    for i in range(2000):
+        assert one.put(Name(bytes(16), (i,)), data(1))
+        assert two.put(Name(bytes(16), (i,)), data(1))
+    assert len(one._held) <= 1024
+    assert sum(map(len, one._behind.values())) == len(one._held)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ import pytest
 
 import infer
 from infer import LLM, CheckpointError, ClosedError, DeviceError, InferError, UnsupportedError
+from infer.engine.host_memory import CAN_SHARE, HostMemory
 from infer.engine.isolated import WorkerEngine
 from infer.engine.messages import Made, Part
 from infer.hub import DEMO
 from infer.llm import together
 
 pytestmark = pytest.mark.demo
+
+needs_sharing = pytest.mark.skipif(not CAN_SHARE, reason="needs descriptors of other processes")
 
 STORY = "Once upon a time"
 ENDLESS = {2: -100.0, 3: -100.0}  # no end of turn
@@ -191,6 +195,63 @@ def test_counts_go_on_when_the_process_is_killed() -> None:
             llm.generate(STORY, max_tokens=2)
             cache = llm.stats().cache
             assert (cache.lookups, cache.hits) == (looked_up * (1 + deaths), 0)
+
+
+HOSTED: dict[str, Any] = {
+    "context": 320,
+    "max_batch": 1,
+    "isolate": True,
+    "engine": {"cache_positions": 384},
+}
+LONG, OTHER = [*range(100, 400)], [*range(500, 800)]  # the cache has room for one
+
+
+def holders(memory: HostMemory) -> set[int]:
+    """The processes that have it."""
+    assert memory.descriptor is not None
+    own, found = os.fstat(memory.descriptor), set()
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if os.path.samestat(path.stat(), own):
+                found.add(int(path.parts[2]))
+    return found
+
+
+@needs_sharing
+def test_what_is_in_host_memory_outlives_the_process() -> None:
+    with infer.load(DEMO, host_cache="64MiB", **HOSTED) as llm:
+        first = llm.generate(LONG, max_tokens=4)
+        llm.generate(OTHER, max_tokens=1)
+        memory = engine(llm)._own_memory
+        assert memory is not None
+        assert holders(memory) == {os.getpid(), engine(llm).pid}
+        for _ in range(2):
+            kill(llm)
+            again = llm.generate(LONG, max_tokens=4)
+            assert again.timings.reused_tokens >= 256
+            assert _said(again) == _said(first)
+            assert llm.generate(LONG, max_tokens=1, cache_salt="a").timings.reused_tokens == 0
+        stats = llm.stats().host_cache
+        assert stats is not None
+        assert stats.pages >= 4
+        kept = HostMemory(memory.capacity, descriptor=os.dup(memory.descriptor or 0))
+        assert holders(kept) == {os.getpid(), engine(llm).pid}
+    assert memory.descriptor is None
+    assert holders(kept) == {os.getpid()}
+    kept.close()
+
+
+@needs_sharing
+@pytest.mark.full
+def test_models_share_host_memory_and_find_it_again() -> None:
+    """But not what another model has left there."""
+    memory = HostMemory(64 << 20)
+    for model, reused in ((DEMO, 0), ("demo-draft", 0), (DEMO, 256), ("demo-draft", 256)):
+        with infer.load(model, host_memory=memory, **HOSTED) as llm:
+            assert llm.generate(LONG, max_tokens=1).timings.reused_tokens >= reused
+            assert (llm.stats().host_cache.restored > 0) == (reused > 0)
+            llm.generate(OTHER, max_tokens=1)
+    memory.close()
 
 
 def test_times_of_an_answer_are_told(there: LLM) -> None:

@@ -32,6 +32,7 @@ from infer.engine.constraint import Constraint
 from infer.engine.decoding import Batch, Decoding, Parts
 from infer.engine.draft import DraftModel, Known, Loaded
 from infer.engine.host_cache import HostCache
+from infer.engine.host_memory import HostMemory
 from infer.engine.host_tier import HostTier, Restore
 from infer.engine.masks import Masks
 from infer.engine.options import MAX_BATCH, EngineOptions
@@ -63,6 +64,7 @@ from infer.models.blocks.mtp import Predictor
 from infer.models.blocks.rope import same_until, table_length
 from infer.models.loading.lora import NO_ADAPTERS, Adapters
 from infer.sampling import LogitsProcessor, Logprobs, NumpySampler, SamplingParams
+from infer.version import VERSION
 
 _TAIL = MAX_VEC_ROWS  # a state is saved so many tokens before the end of a prompt
 _DRAFTED = 4  # rows for each of many sequences, with a draft model
@@ -918,6 +920,14 @@ class Engine(TokenEngine):
                 "answers that are generated. Ask again later, or give it more memory."
             )
         yield len(ids)
+
+    def share(self, memory: HostMemory) -> None:
+        """Keep what the GPU has no room for in this memory, with others, once weights are read."""
+        gpu = self.gpu.name if self.options.invariant else ""
+        has_windows = self.pool.windows is not None
+        own = self.options.kv_dtype, has_windows, self.adapter_names, self.products, gpu
+        with self.turn():
+            self.tier.share(memory, (VERSION, self.files.fingerprint, *own))
 
     # Texts
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from infer.engine.cache_file import CachedPrompt
-from infer.engine.host_cache import Bytes, Found, HostCache, Name
-from infer.engine.pages import PagePool
+from infer.engine.host_cache import Found, HostCache, Name
+from infer.engine.host_memory import Bytes, HostMemory
+from infer.engine.pages import Cached, PagePool
+from infer.engine.prefixes import root_name
 from infer.engine.steps import Steps
 from infer.engine.submissions import Submissions
 from infer.kernels.errors import OutOfMemoryError
@@ -27,13 +29,14 @@ from infer.kernels.gpu.record import EMPTY, Copy, Piece
 _BATCH = 32 << 20  # bytes that are moved at once
 _WAITING = 8  # batches on their way to the host, at most
 _LEAST_ROWS = 64  # fewer are computed
+_ANY_PAGE = Name(b"", ())
 
 
 @dataclass(frozen=True)
 class _Outgoing:
     """A batch on its way to the host. step: how many steps were submitted before."""
 
-    names: list[tuple[Name, int]]
+    items: list[Cached]
     staging: Buffer
     nbytes: int
     submission: Any
@@ -84,6 +87,14 @@ class HostTier:
             self._device.destroy([batch.staging])
         self._outgoing.clear()
 
+    def share(self, memory: HostMemory, about: Hashable) -> None:
+        """Keep everything in this memory from now on, and find what others have left there. about:
+        all that keys, values and states depend on besides the key and the tokens of a prompt."""
+        saved = self._steps.saved
+        sizes = self._size(_ANY_PAGE), 0 if saved is None else saved.nbytes
+        self.cache.share(memory, root_name((about, sizes)))
+        self.forget()
+
     # To the host
 
     def take_out(self) -> None:
@@ -92,21 +103,29 @@ class HostTier:
         if not evicted:
             return
         self._pool.evicted = []
-        batch, nbytes = list[tuple[Name, int]](), 0
-        for name, at in evicted:
-            batch.append((name, at))
-            nbytes += self._size(name)
-            if nbytes >= _BATCH:
-                self._send_out(batch, nbytes)
-                batch, nbytes = [], 0
-        if batch:
+        for batch, nbytes in self._batches(evicted):
             self._send_out(batch, nbytes)
 
-    def _send_out(self, batch: list[tuple[Name, int]], nbytes: int) -> None:
+    def _batches(self, items: Iterable[Cached]) -> Iterator[tuple[list[Cached], int]]:
+        """Yields what is not in host memory yet, and the bytes of each batch."""
+        batch, nbytes = list[Cached](), 0
+        for item in items:
+            if item.name in self.cache:
+                self.cache.use([item.name], item.used)
+                continue
+            batch.append(item)
+            nbytes += self._size(item.name)
+            if nbytes >= _BATCH:
+                yield batch, nbytes
+                batch, nbytes = [], 0
+        if batch:
+            yield batch, nbytes
+
+    def _send_out(self, batch: list[Cached], nbytes: int) -> None:
         if len(self._outgoing) >= _WAITING:
             self._collect(self._outgoing.popleft())
         staging, at, copies = self._device.acquire(nbytes, "read"), 0, list[Copy]()
-        for name, number in batch:
+        for name, number, _ in batch:
             for piece in self._pieces(name, number):
                 copies.append(Copy((piece.buffer, piece.offset), (staging, at), piece.nbytes))
                 at += piece.nbytes
@@ -128,9 +147,9 @@ class HostTier:
     def _collect(self, batch: _Outgoing) -> None:
         words = self._submissions.queue.read(batch.staging, batch.nbytes, batch.submission)
         data, at = words.view(np.uint8), 0
-        for name, _ in batch.names:
+        for name, _, used in batch.items:
             size = self._size(name)
-            self.cache.put(name, data[at : at + size].copy())
+            self.cache.put(name, data[at : at + size], used)
             at += size
         self._device.release(batch.staging)
 
@@ -139,7 +158,7 @@ class HostTier:
     def plan(self, tokens: Sequence[int], key: Hashable) -> Restore | None:
         """What is to be brought back for a prompt; None if nothing is, or if it would be computed
         as fast. Its last token is computed in any case."""
-        if not self.cache.nbytes and not self._outgoing:
+        if self.cache.is_empty and not self._outgoing:
             return None
         while self._outgoing:
             self._collect(self._outgoing.popleft())
@@ -148,10 +167,12 @@ class HostTier:
         pages, cached = self._pool.path(own, key)
         if has_states:  # a state goes with pages that are retained
             cached = len(pages) * size
+        self.cache.use_path(own, key, size)
         found = self.cache.find(own, key, cached, size, has_states)
         known = self._pool.cached(tokens, key)
         if self._pays(found, known):
             names = deque(found.pages)
+            self.cache.use([*names, *([] if found.state is None else [found.state])])
             whole = pages if names else pages[: self._pool.pages_for(found.length)]
             self._pool.release(pages[len(whole) :])
             return Restore(own, key, found.length, whole, names, found.state)
@@ -176,7 +197,7 @@ class HostTier:
         batch, pages = list[tuple[Name, int, Bytes]](), restore.pages
         while restore.names and nbytes < _BATCH:
             name = restore.names[0]
-            data = self.cache.get(name)
+            data = self._data(name)
             page = None if data is None else pool.allocate(1)
             if page is not None and not self._taken(page):
                 pool.release(page)
@@ -197,7 +218,7 @@ class HostTier:
             batch += self._with_state(restore)
         self.take_out()
         self._send_in(batch)
-        self.cache.restored += sum(len(name.tokens) for name, *_ in batch if not name.is_state)
+        self.cache.restored += sum(len(name.tokens) for name, *_ in batch if name.kind == "page")
         self._bytes_in += sum(data.nbytes for *_, data in batch)
         self._seconds_in += time.perf_counter() - begun
         if is_done:
@@ -209,7 +230,7 @@ class HostTier:
         name, saved = restore.state, self._steps.saved
         assert name is not None
         assert saved is not None
-        data = self.cache.get(name)
+        data = self._data(name)
         if data is None:
             return []
         own = restore.tokens[: restore.length]
@@ -218,13 +239,18 @@ class HostTier:
             return []
         return [(name, place, data)] if self._has_place(place) else []
 
+    def _data(self, name: Name) -> Bytes | None:
+        """What is kept under a name; None if it is gone."""
+        data = np.empty(self._size(name), np.uint8)
+        return data if self.cache.read(name, data) else None
+
     def _send_in(self, batch: Sequence[tuple[Name, int, Bytes]]) -> None:
         if not batch:
             return
         nbytes = sum(data.nbytes for *_, data in batch)
         staging, at, copies = self._device.acquire(nbytes), 0, list[Copy]()
-        self._device.write(staging, np.concatenate([data for *_, data in batch]))
-        for name, number, _ in batch:
+        for name, number, data in batch:
+            self._device.write(staging, data, at)
             for piece in self._pieces(name, number):
                 copies.append(Copy((staging, at), (piece.buffer, piece.offset), piece.nbytes))
                 at += piece.nbytes
@@ -344,7 +370,7 @@ class HostTier:
 
     def _pieces(self, name: Name, number: int) -> Sequence[Piece]:
         """Where a page, or the place of a state, lies on the GPU."""
-        if not name.is_state:
+        if name.kind == "page":
             return self._steps.cache.pieces(number)
         assert self._steps.saved is not None
         return self._steps.saved.pieces(number)

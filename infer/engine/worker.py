@@ -26,6 +26,7 @@ from typing import Any
 from infer.engine.answers import Answer
 from infer.engine.constraint import Constraint
 from infer.engine.engine import Engine
+from infer.engine.host_memory import HostMemory
 from infer.engine.messages import (
     Ask,
     Begin,
@@ -126,6 +127,9 @@ class _Worker:
             warnings.simplefilter("always", InferWarning)
             progress = _seldom(lambda *report: self._pipe.send(Progress(*report)))
             llm = load(order.model, **order.options, offline=True, progress=progress)
+            if order.memory is not None:
+                descriptor, capacity = order.memory
+                llm.engine.share(HostMemory(capacity, descriptor=descriptor))
         params = SamplingParams().resolved(llm.defaults)
         llm.engine.warm_up(min(_WARM_TOKENS, llm.context - 1), params)
         if not llm.device.software:  # there it takes too long for what may never come

@@ -86,7 +86,10 @@ _GAUGES: dict[str, tuple[str, _Value]] = {
     "state_places": ("Places for states of layers that are kept.", lambda s: s.cache.state_places),
     "state_places_used": ("States of layers that are kept.", lambda s: s.cache.states),
     "host_cache_bytes": ("Host memory for the cache that is in use.", _host("nbytes")),
-    "host_cache_capacity_bytes": ("Host memory for the cache, at most.", _host("capacity")),
+    "host_cache_capacity_bytes": (
+        "Host memory for the caches of all models, at most.",
+        _host("capacity"),
+    ),
 }
 _COUNTERS: dict[str, tuple[str, _Value]] = {
     "num_preemptions": ("Answers that had to wait again.", lambda s: s.preemptions),
