@@ -223,6 +223,7 @@ def load(
         llm = _Thread(partial(Device, gpu, settings), fill).result(report)
         if host_memory is not None:
             llm.engine.share(host_memory)
+            llm.engine.is_outlived = True
         return llm
 
 

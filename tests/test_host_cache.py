@@ -12,7 +12,7 @@ from conversations import BEARABLE, Agents, agents_of
 
 import infer
 from infer.engine import host_tier, scheduler, snapshots
-from infer.engine.host_cache import Found, HostCache, Name
+from infer.engine.host_cache import Found, HostCache, HostCacheStats, Name
 from infer.engine.host_memory import HostMemory
 from infer.engine.options import EngineOptions
 from infer.engine.prefixes import common_length, page_names
@@ -174,6 +174,56 @@ def test_what_was_evicted_comes_back(
         stats = agents.engine.stats().host_cache
         assert stats is not None
         assert 0 < stats.nbytes < stats.capacity
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_cached_is_kept_for_another_engine(
+    case: str, device: Device, tmp_path: Path
+) -> None:
+    """What was used last, and as much as there is time and room for."""
+    own = {"context": 640, "cache_positions": 40 * PAGE}
+    memory = HostMemory(64 << 20)
+    messages: list[list[int]] = []
+    for agents in agents_of(case, device, tmp_path, 2, **own, host_cache=1 << 20):
+        agents.engine.share(memory)
+        for _ in range(4):
+            messages += [agents.text(100)]
+            messages += [agents.ask(*messages)]
+        agents.engine.keep(0.0)
+        assert agents.engine.stats().host_cache == HostCacheStats(0, memory.room, 0, 0, 0)
+        agents.engine.keep(60.0)
+        kept = agents.engine.stats().host_cache
+        assert kept is not None
+        assert kept.pages >= 416 // PAGE
+        assert (kept.states > 0) == (case != "llama")
+        agents.engine.keep(60.0)
+        assert agents.engine.stats().host_cache == kept
+    for agents in agents_of(case, device, tmp_path / "again", 2, **own, host_cache=1 << 20):
+        agents.engine.share(memory)
+        agents.seen.append([token for message in messages for token in message[:-1]])
+        agents.seen.append([token for message in messages[:-1] for token in message])
+        agents.ask(*messages, agents.text(50))
+        assert restored(agents) > 300
+    memory.close()
+
+
+def test_the_latest_conversation_is_kept_first(device: Device, tmp_path: Path) -> None:
+    own = {"context": 640, "cache_positions": 40 * PAGE, "host_cache": 1 << 20}
+    for agents in agents_of("llama", device, tmp_path, 1, **own):
+        early, late = agents.text(300), agents.text(300)
+        agents.ask(early)
+        agents.ask(late)
+        size = agents.engine.tier._size(Name(b"", ()))
+        memory = HostMemory(4 * size, block=size)
+        agents.engine.share(memory)
+        agents.engine.keep(60.0)
+        agents.engine.forget()
+        for prompt, reused in ((early, 0), (late, 4 * PAGE)):
+            answer = agents.engine.generate(prompt, SamplingParams(max_tokens=1).resolved({}))
+            assert len(list(answer)) == 1
+            assert answer.timings.reused_tokens == reused
+        memory.close()
+        agents.ask_at_once([[agents.text(20)]])
 
 
 def test_states_come_back_to_pages_that_stayed(device: Device, tmp_path: Path) -> None:

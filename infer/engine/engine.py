@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import reduce
 from itertools import accumulate
@@ -51,7 +51,7 @@ from infer.engine.turns import Turns
 from infer.engine.verification import Verification
 from infer.engine.windows import WindowPages, window_of
 from infer.kernels.compiler.target import MAX_VEC_ROWS
-from infer.kernels.errors import ModelError, OutOfMemoryError, RequestError
+from infer.kernels.errors import DeviceError, ModelError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import EMPTY, Copy, Recording, StepQueue
@@ -68,6 +68,7 @@ from infer.version import VERSION
 
 _TAIL = MAX_VEC_ROWS  # a state is saved so many tokens before the end of a prompt
 _DRAFTED = 4  # rows for each of many sequences, with a draft model
+_KEEP_SECONDS = 2.0  # that what is cached has at the end to go to host memory
 
 
 class Engine(TokenEngine):
@@ -174,6 +175,7 @@ class Engine(TokenEngine):
         self._read_at = 0.0  # when the last step was read
         self._forget_rows()
         self.timings = Timings()  # of the latest answer
+        self.is_outlived = False  # by its host memory, to which what is cached goes at the end
 
     def _forget_rows(self) -> None:
         """Assume nothing about what the GPU has of sequences."""
@@ -430,7 +432,17 @@ class Engine(TokenEngine):
         answers = [self._answers.get(sequence) for sequence in sequences]
         return sum(not (a is None or a.cancelled or a.ended) for a in answers)
 
+    def keep(self, seconds: float) -> None:
+        """Copy what is cached to host memory, what was used last first, for so long at most."""
+        with self._changing():
+            self.pool.unsaved.clear()
+            self.tier.keep(seconds)
+
     def close(self) -> None:
+        if self.is_outlived:
+            self.is_outlived = False
+            with suppress(DeviceError):  # it is lost
+                self.keep(_KEEP_SECONDS)
         with self.turn():
             self.verification.forget()
             self.decoding.forget()

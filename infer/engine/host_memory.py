@@ -71,6 +71,7 @@ class HostMemory:
         self.capacity, self._block = capacity, max(1, min(block, capacity))
         self._count = capacity // self._block
         self.descriptor: int | None = descriptor  # None: it is this process's own
+        self.is_ending = False  # nobody will look for what is kept from now on
         self._threads = threading.Lock()
         self._room = 0  # bytes that it may grow by before the next look at what is free
         try:

@@ -106,6 +106,19 @@ class HostTier:
         for batch, nbytes in self._batches(evicted):
             self._send_out(batch, nbytes)
 
+    def keep(self, seconds: float) -> None:
+        """Copy what no answer needs to host memory, what was used last first, until it is full, and
+        for so long at most."""
+        end, room = time.monotonic() + seconds, self.cache.memory.room
+        self.take_out()
+        for batch, nbytes in self._batches(self._pool.idle()):
+            room -= nbytes
+            if room < 0 or time.monotonic() >= end:
+                break
+            self._send_out(batch, nbytes)
+        while self._outgoing:
+            self._collect(self._outgoing.popleft())
+
     def _batches(self, items: Iterable[Cached]) -> Iterator[tuple[list[Cached], int]]:
         """Yields what is not in host memory yet, and the bytes of each batch."""
         batch, nbytes = list[Cached](), 0

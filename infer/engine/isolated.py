@@ -33,6 +33,7 @@ from infer.engine.messages import (
     Call,
     Cancel,
     Failed,
+    Leave,
     Load,
     Made,
     More,
@@ -580,6 +581,8 @@ class WorkerEngine(TokenEngine):
                 if not call.ended:
                     self._end(call, ClosedError("The LLM was closed in the middle of this call."))
             process = self._process
+            if self._runs and self._memory is not None and not self._memory.is_ending:
+                process.send(Leave())
             process.finish()
             if not self._runs:  # it need not load to the end
                 process.kill()

@@ -110,6 +110,11 @@ class Ask:
     """Asks for Stats, which also show that the engine lives."""
 
 
+@dataclass(frozen=True)
+class Leave:
+    """The end comes, and host memory outlives it: what is cached goes there."""
+
+
 # From the engine
 
 

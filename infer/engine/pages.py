@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -510,6 +510,15 @@ class PagePool:
         if parent.parent is None and not parent.children:
             del self._roots[parent.key]
 
+    def idle(self) -> Iterator[Cached]:
+        """Yields what nobody references, what was used last first, and the beginnings of texts
+        before what comes behind them."""
+        for node in reversed(self._idle.values()):
+            yield self._cached(node)
+            for snapshot in node.snapshots.values():
+                if snapshot.place not in self.unsaved:
+                    yield self._saved(snapshot)
+
     def _cached(self, node: _Node) -> Cached:
         assert node.parent is not None  # a root has no page
         node.told = True
@@ -521,11 +530,14 @@ class PagePool:
     def _tell(self, snapshot: Snapshot) -> None:
         """The place of a state is about to be another's."""
         if self.evicted is not None and snapshot.place not in self.unsaved:
-            node = snapshot.page
-            assert isinstance(node, _Node)
-            assert node.parent is not None
-            name = Name(node.parent.name, node.tokens[: snapshot.offset], "state")
-            self.evicted.append(Cached(name, snapshot.place, self._used(node)))
+            self.evicted.append(self._saved(snapshot))
+
+    def _saved(self, snapshot: Snapshot) -> Cached:
+        node = snapshot.page
+        assert isinstance(node, _Node)
+        assert node.parent is not None
+        name = Name(node.parent.name, node.tokens[: snapshot.offset], "state")
+        return Cached(name, snapshot.place, self._used(node))
 
     def _forget_twin(self, page: int, node: _Node) -> None:
         node.twins.remove(page)

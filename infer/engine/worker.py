@@ -33,6 +33,7 @@ from infer.engine.messages import (
     Call,
     Cancel,
     Failed,
+    Leave,
     Load,
     Made,
     More,
@@ -204,6 +205,12 @@ class _Worker:
                 if (credit := self._credits.get(key)) is not None:  # else it was cancelled
                     work = threading.Thread(target=self._call, args=(message, credit), daemon=True)
                     work.start()
+            case Leave():
+                for answer in self._answers.values():
+                    answer.close()
+                self._answers.clear()
+                engine.settle()
+                engine.is_outlived = True
             case Ask():
                 self._pipe.send(Stats(engine.stats()))
 

@@ -134,6 +134,8 @@ class Host(Served):
     def close(self) -> None:
         """End the processes of all models."""
         self._draining = True
+        if self.memory is not None:
+            self.memory.is_ending = True
         for entry in self._entries:
             if entry.llm is not None:
                 entry.llm.close()
