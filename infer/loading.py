@@ -101,8 +101,8 @@ def load(
         or as a text such as "1GiB" or "500MB". None: one context, and 1,024 positions for each
         further answer.
     host_cache: bytes of host memory, in the same forms, for what the cache on the GPU has no room
-        for: prompts go on from there where that is faster than computing. Layers with a window then
-        keep all positions. With `isolate` it outlives the process of the engine. None: none.
+        for: prompts go on from there where that is faster than computing. With `isolate` it
+        outlives the process of the engine. None: none.
     invariant: on one device an answer is the same to the last bit, alone or among others, whoever
         comes and goes, and whatever the cache holds. Slower, prefill above all.
     speculate: draft tokens and verify several in one step; only the speed changes. "lookup" drafts

@@ -3,6 +3,7 @@ happened."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,41 @@ def test_the_least_recently_used_goes_first() -> None:
     assert [name in cache for name in names] == [True, False, True]
     assert cache.put(Name(bytes(16), (2,)), data(0))
     assert [name in cache for name in names] == [True, False, False]  # the beginning stays longest
+
+
+def test_before_the_end_there_is_a_window() -> None:
+    cache, tokens = cache_of(10_000), list(range(14))
+    names, before = kept(cache, tokens), page_names(tokens, None, SIZE)
+    beside = [Name(before[i], tuple(tokens[4 * i : 4 * i + 4]), "window") for i in range(4)]
+
+    def find(window: int, *cached: bool, asked: Sequence[int] = tokens) -> Found:
+        """cached: of the first pages, which the GPU has, whether there is a window beside each."""
+        own = [(name.tokens, has) for name, has in zip(names, cached, strict=False)]
+        return cache.find_with_windows(asked, None, own, SIZE, window)
+
+    assert find(5) == Found(0, ())
+    for i in (1, 2):
+        cache.put(beside[i], data(7))
+    of_two = Found(12, tuple(names[:3]), None, tuple(beside[1:3]), 1)
+    assert find(5) == find(8) == of_two
+    assert find(9) == Found(0, ())
+    assert find(2) == Found(12, tuple(names[:3]), None, (beside[2],), 2)
+    # From the GPU come the first pages, and the first window.
+    assert find(9, True, False) == Found(12, (names[2],), None, (None, *beside[1:3]), 0)
+    assert find(9, False, False) == Found(0, ())
+    assert find(5, False, False, False) == Found(12, (), None, tuple(beside[1:3]), 1)
+    assert find(1, True, True, True, True) == Found(14, (), None, (None,), 3)
+    # Pages end where the shorter of both does, but for those of the GPU, which stay whole.
+    asked = [*tokens[:11], 99]
+    assert find(5, asked=asked) == Found(11, tuple(names[:3]), None, tuple(beside[1:3]), 1)
+    assert find(5, False, False, False, asked=asked) == Found(11, (), None, tuple(beside[1:3]), 1)
+    cache.put(Name(before[3], (12,), "window"), data(7))
+    assert find(5) == Found(
+        13, tuple(names), None, (*beside[2:3], Name(before[3], (12,), "window")), 2
+    )
+    assert find(5, False, False, False, False) == Found(12, (), None, tuple(beside[1:3]), 1)
+    cache.put(Name(before[3], (12, 13, 14), "window"), data(7))
+    assert find(5, False, False, False, False).length == 14
 
 
 def test_models_share_one_budget() -> None:
@@ -224,6 +260,35 @@ def test_the_latest_conversation_is_kept_first(device: Device, tmp_path: Path) -
             assert answer.timings.reused_tokens == reused
         memory.close()
         agents.ask_at_once([[agents.text(20)]])
+
+
+WINDOWED: dict[str, Any] = {"window": 100, "context": 1400, "cache_positions": 24 * PAGE}
+
+
+@pytest.fixture
+def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for hardly any windows but those in use."""
+    monkeypatch.setattr(infer.engine.windows, "_LEAST_KEPT", 1)
+
+
+@pytest.mark.usefixtures("few_windows")
+@pytest.mark.parametrize("case", ["gemma3_text", "gpt_oss", "mistral_sliding", "gemma4"])
+def test_windows_come_back(case: str, device: Device, tmp_path: Path) -> None:
+    """With the last pages of a prompt, and to pages that stayed on the GPU."""
+    for agents in agents_of(case, device, tmp_path, 2, **WINDOWED, host_cache=1 << 30):
+        engine = agents.engine
+        assert engine.steps.windows is not None
+        talks = [[agents.text(600)], [agents.text(570)], [agents.text(100)], [agents.text(90)]]
+        for turn in range(4):
+            for messages in talks:
+                messages += [agents.text(30)]
+                messages += [agents.ask(*messages)]
+            if turn == 2:
+                agents.ask_at_once([[agents.text(700)], [agents.text(500)]])
+        assert restored(agents) > 1000
+        engine.settle()
+        assert engine.pool.windows is not None
+        assert engine.pool.stats.in_use == len(engine.pool.windows._count) == 0
 
 
 def test_states_come_back_to_pages_that_stayed(device: Device, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ descriptor = int(sys.argv[1])
 source = host_memory.__file__
 
 def work(memory):
-    for i in range(1, 9):
+    for i in range(1, 7):
         data = np.full(70 * i, i, np.uint8)
         memory.put(b"%d" % i, data, i)
 
@@ -149,6 +149,8 @@ def test_processes_at_once() -> None:
             kept = memory.put(b"x", data, time.monotonic_ns())
             if kept is not None:
                 own.append((kept, data))
+            if not own:
+                continue
             kept, data = own[max(0, len(own) - rng.integers(1, 30))]
             found = np.zeros(kept.nbytes, np.uint8)
             assert not memory.read(kept, found) or (found == data).all()

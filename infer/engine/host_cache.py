@@ -19,7 +19,7 @@ import numpy as np
 from infer.engine.host_memory import Bytes, HostMemory, Kept
 from infer.engine.prefixes import common_length, page_names
 
-Kind = Literal["page", "state"]
+Kind = Literal["page", "state", "window"]
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _LABEL = struct.Struct("<16s16sBB")  # owner, before, kind and how many tokens, which come next
@@ -28,7 +28,7 @@ _LABEL = struct.Struct("<16s16sBB")  # owner, before, kind and how many tokens, 
 @dataclass(frozen=True)
 class Name:
     """What is kept: keys and values of these tokens, the first of a page behind the page `before`,
-    or the state after them."""
+    in all layers or those of one pool; or the state after them."""
 
     before: bytes
     tokens: tuple[int, ...]
@@ -49,11 +49,15 @@ class Name:
 @dataclass(frozen=True)
 class Found:
     """The beginning of a prompt that can be had, of `length` positions. pages: in order, behind
-    those that the GPU has. state: after `length` positions, where layers have states."""
+    those that the GPU has. state: after `length` positions, where layers have states. windows:
+    where layers with a window have pages of their own, those of the last pages, from number
+    first_window on; None where the GPU has it."""
 
     length: int
     pages: tuple[Name, ...]
     state: Name | None = None
+    windows: tuple[Name | None, ...] = ()
+    first_window: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,10 +112,9 @@ class HostCache:
             return HostCacheStats(0, self.capacity, 0, 0, self.restored)
         there = self._memory.there([kept for _, kept in held])
         own = [each for each, is_there in zip(held, there, strict=True) if is_there]
-        states = sum(name.kind == "state" for name, _ in own)
+        pages, states = (sum(n.kind == kind for n, _ in own) for kind in ("page", "state"))
         nbytes = sum(kept.nbytes for _, kept in own)
-        of_pages = len(own) - states
-        return HostCacheStats(nbytes, self._memory.room, of_pages, states, self.restored)
+        return HostCacheStats(nbytes, self._memory.room, pages, states, self.restored)
 
     def put(self, name: Name, data: Bytes, used: int | None = None) -> bool:
         """Keep data for others. Returns whether it is kept. used: when it last was, of
@@ -173,6 +176,11 @@ class HostCache:
         behind = list(self._behind.get((before, kind), ()))
         return [tokens for tokens in behind if Name(before, tokens, kind) in self]
 
+    def _closest(self, before: bytes, kind: Kind, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns what has most of the first of these tokens behind a page."""
+        behind = self._all_behind(before, kind)
+        return max(behind, key=lambda own: common_length(own, tokens), default=())
+
     def find(
         self, tokens: Sequence[int], key: Hashable, cached: int, page_size: int, has_states: bool
     ) -> Found:
@@ -183,8 +191,7 @@ class HostCache:
         pages, reach = list[Name](), cached
         for at in range(first, len(names)):
             rest = tuple(tokens[at * page_size : (at + 1) * page_size])
-            behind = self._all_behind(names[at], "page")
-            best = max(behind, key=lambda own: common_length(own, rest), default=())
+            best = self._closest(names[at], "page", rest)
             common = common_length(best, rest)
             if at * page_size + common > reach:
                 pages.append(Name(names[at], best))
@@ -202,3 +209,51 @@ class HostCache:
                 needed = -(-length // page_size) - first if length > cached else 0
                 return Found(length, tuple(pages[:needed]), Name(names[at], own, "state"))
         return Found(0, ())
+
+    def find_with_windows(
+        self,
+        tokens: Sequence[int],
+        key: Hashable,
+        cached: Sequence[tuple[tuple[int, ...], bool]],
+        page_size: int,
+        window: int,
+    ) -> Found:
+        """Returns as `find` does, where layers with a window have pages of their own: before its
+        end a window is here or on the GPU. cached: of each page that the GPU has of the prompt, its
+        tokens, and whether such a page is beside it."""
+        pages, windows = list[Name | None](), list[Name | None]()
+        reach = list[int]()  # how many positions of a page there are in all layers
+        for at, before in enumerate(page_names(tokens, key, page_size)):
+            rest = tuple(tokens[at * page_size : (at + 1) * page_size])
+            own, has_window = cached[at] if at < len(cached) else ((), False)
+            common, page, beside = common_length(own, rest), None, None
+            best = self._closest(before, "page", rest)
+            if common_length(best, rest) > common:
+                own, has_window, common = best, False, common_length(best, rest)
+                page = Name(before, best)
+            if not common:
+                break
+            covered = common
+            if not has_window:  # one beside a page of the GPU has to have all of its tokens
+                wanted = rest[:common] if page is not None else own
+                found = self._closest(before, "window", wanted)
+                covered = min(common, common_length(found, wanted))
+                if page is None and found[: len(own)] != own:
+                    covered = 0
+                beside = Name(before, found, "window") if covered else None
+            pages.append(page)
+            windows.append(beside)
+            reach.append(covered)
+            if common < page_size:
+                break
+        end, first, length = len(pages), 0, 0
+        while end:
+            length = (end - 1) * page_size + reach[end - 1]
+            first = max(0, length - window) // page_size
+            own_windows = range(end - 2, first - 1, -1)
+            lacking = next((i for i in own_windows if reach[i] < page_size), None)
+            if reach[end - 1] and lacking is None:
+                break
+            end = end - 1 if lacking is None else lacking + 1
+        kept = tuple(page for page in pages[:end] if page is not None)
+        return Found(length if end else 0, kept, None, tuple(windows[first:end]), first)

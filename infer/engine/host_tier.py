@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,6 @@ from infer.kernels.gpu.record import EMPTY, Copy, Piece
 _BATCH = 32 << 20  # bytes that are moved at once
 _WAITING = 8  # batches on their way to the host, at most
 _LEAST_ROWS = 64  # fewer are computed
-_ANY_PAGE = Name(b"", ())
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,33 @@ class _Outgoing:
 @dataclass(eq=False)
 class Restore:
     """What is brought back for a prompt. pages: its whole pages so far, retained. names: of the
-    pages to come. state: after `length` positions."""
+    pages to come. state: after `length` positions. partial: a retained page behind `pages`, of
+    which the first positions match. windows: the pages of layers with a window to come, each with
+    the number of the page that it is beside; None: the GPU had it. held: those that are there,
+    retained."""
 
     tokens: Sequence[int]
     key: Hashable
     length: int
     pages: list[int]
     names: deque[Name]
-    state: Name | None
+    state: Name | None = None
+    partial: int | None = None
+    windows: deque[tuple[int, Name | None]] = field(default_factory=deque)
+    held: list[int] = field(default_factory=list)
+
+    def page(self, number: int) -> int:
+        """The page of this number, which is there."""
+        if number < len(self.pages):
+            return self.pages[number]
+        assert self.partial is not None
+        return self.partial
+
+    def end(self, page_size: int) -> None:
+        """Nothing more comes."""
+        self.names.clear()
+        self.windows.clear()
+        self.state, self.length = None, len(self.pages) * page_size
 
 
 class HostTier:
@@ -90,8 +108,10 @@ class HostTier:
     def share(self, memory: HostMemory, about: Hashable) -> None:
         """Keep everything in this memory from now on, and find what others have left there. about:
         all that keys, values and states depend on besides the key and the tokens of a prompt."""
-        saved = self._steps.saved
-        sizes = self._size(_ANY_PAGE), 0 if saved is None else saved.nbytes
+        saved, windows = self._steps.saved, self._steps.windows
+        sizes = [sum(piece.nbytes for piece in self._steps.cache.pieces(0))]
+        sizes.append(0 if windows is None else sum(piece.nbytes for piece in windows.pieces(0)))
+        sizes.append(0 if saved is None else saved.nbytes)
         self.cache.share(memory, root_name((about, sizes)))
         self.forget()
 
@@ -177,27 +197,51 @@ class HostTier:
             self._collect(self._outgoing.popleft())
         has_states = self._steps.saved is not None
         own, size = tokens[: len(tokens) - 1], self._pool.page_size
+        self.cache.use_path(own, key, size)
+        if self._pool.windows is not None:
+            return self._plan_windows(own, key, self._pool.cached(tokens, key))
         pages, cached = self._pool.path(own, key)
         if has_states:  # a state goes with pages that are retained
             cached = len(pages) * size
-        self.cache.use_path(own, key, size)
         found = self.cache.find(own, key, cached, size, has_states)
         known = self._pool.cached(tokens, key)
         if self._pays(found, known):
             names = deque(found.pages)
-            self.cache.use([*names, *([] if found.state is None else [found.state])])
+            self.cache.use(_names(found))
             whole = pages if names else pages[: self._pool.pages_for(found.length)]
             self._pool.release(pages[len(whole) :])
             return Restore(own, key, found.length, whole, names, found.state)
         self._pool.release(pages)
         return None
 
+    def _plan_windows(self, own: Sequence[int], key: Hashable, known: int) -> Restore | None:
+        """The plan where layers with a window have pages of their own. known: positions that the
+        prompt can go on from without it."""
+        pool = self._pool
+        assert pool.windows is not None
+        path, size = pool.path_with_windows(own, key), pool.page_size
+        cached = [(page.tokens, page.window is not None) for page in path]
+        found = self.cache.find_with_windows(own, key, cached, size, pool.windows.window)
+        pays = self._pays(found, known)
+        count = pool.pages_for(found.length) - len(found.pages) if pays else 0
+        pool.release([page.page for page in path[count:]])
+        if not pays:
+            return None
+        self.cache.use(_names(found))
+        pages = [page.page for page in path[:count]]
+        partial = None
+        if count and not found.pages and found.length < count * size:
+            partial = pages.pop()
+        numbered = enumerate(found.windows, found.first_window)
+        windows = deque(sorted(numbered, key=lambda each: each[1] is not None))
+        names = deque(found.pages)
+        return Restore(own, key, found.length, pages, names, None, partial, windows)
+
     def _pays(self, found: Found, known: int) -> bool:
         rows = found.length - known
         if rows < _LEAST_ROWS:
             return False
-        names = [*found.pages, *([] if found.state is None else [found.state])]
-        nbytes = sum(map(self._size, names))
+        nbytes = sum(map(self._size, _names(found)))
         pace = self._seconds_in / self._bytes_in if self._bytes_in else 0.0
         seconds = self._seconds_of(rows, known)
         return not seconds or nbytes * pace < seconds
@@ -208,6 +252,7 @@ class HostTier:
         begun, nbytes = time.perf_counter(), 0
         pool, size = self._pool, self._pool.page_size
         batch, pages = list[tuple[Name, int, Bytes]](), restore.pages
+        self._hold_windows(restore)
         while restore.names and nbytes < _BATCH:
             name = restore.names[0]
             data = self._data(name)
@@ -216,9 +261,7 @@ class HostTier:
                 pool.release(page)
                 page = None
             if data is None or page is None:  # it went meanwhile, or there is no room
-                restore.names.clear()
-                restore.state = None
-                restore.length = len(pages) * size
+                restore.end(size)
                 break
             restore.names.popleft()
             pages += page
@@ -226,7 +269,9 @@ class HostTier:
             nbytes += data.nbytes
         held = min(restore.length, len(pages) * size)
         pool.store(restore.tokens, restore.key, pages, held)
-        is_done = not restore.names
+        if not restore.names:
+            batch += self._bring_windows(restore, nbytes)
+        is_done = not (restore.names or restore.windows)
         if is_done and restore.state is not None:
             batch += self._with_state(restore)
         self.take_out()
@@ -235,8 +280,42 @@ class HostTier:
         self._bytes_in += sum(data.nbytes for *_, data in batch)
         self._seconds_in += time.perf_counter() - begun
         if is_done:
-            pool.release(pages)
+            self.drop(restore)
         return is_done
+
+    def _hold_windows(self, restore: Restore) -> None:
+        """Retain the pages of layers with a window that the GPU has; not before it is the turn of
+        this prompt, as there are no more of them than for one besides those that answers use."""
+        while restore.windows and restore.windows[0][1] is None:
+            at, _ = restore.windows.popleft()
+            window = self._pool.window_beside(restore.page(at))
+            if window is None:  # it went meanwhile
+                restore.end(self._pool.page_size)
+                return
+            assert self._pool.windows is not None
+            self._pool.windows.retain([window])
+            restore.held.append(window)
+
+    def _bring_windows(self, restore: Restore, nbytes: int) -> list[tuple[Name, int, Bytes]]:
+        """The next pages of layers with a window, beside the pages that are there. nbytes: of what
+        comes with them."""
+        pool, batch = self._pool, list[tuple[Name, int, Bytes]]()
+        while restore.windows and nbytes < _BATCH:
+            at, name = restore.windows.popleft()
+            assert pool.windows is not None
+            assert name is not None
+            data = self._data(name)
+            if data is None:
+                restore.windows.clear()
+                break
+            restore.held += pool.windows.allocate(1)
+            if not self._taken([]):
+                restore.windows.clear()
+                break
+            if pool.cache_window(restore.page(at), restore.held[-1]):
+                batch.append((name, restore.held[-1], data))
+                nbytes += data.nbytes
+        return batch
 
     def _with_state(self, restore: Restore) -> list[tuple[Name, int, Bytes]]:
         """The state and its place, if it is still here and finds one."""
@@ -263,7 +342,8 @@ class HostTier:
         nbytes = sum(data.nbytes for *_, data in batch)
         staging, at, copies = self._device.acquire(nbytes), 0, list[Copy]()
         for name, number, data in batch:
-            self._device.write(staging, data, at)
+            if len(data):  # layers with a window may be all there are
+                self._device.write(staging, data, at)
             for piece in self._pieces(name, number):
                 copies.append(Copy((staging, at), (piece.buffer, piece.offset), piece.nbytes))
                 at += piece.nbytes
@@ -275,6 +355,10 @@ class HostTier:
     def drop(self, restore: Restore) -> None:
         """Nobody waits for it any more."""
         self._pool.release(restore.pages)
+        if restore.partial is not None:
+            self._pool.release([restore.partial])
+        if self._pool.windows is not None:
+            self._pool.windows.release(restore.held)
 
     # Prompts as files have them
 
@@ -385,11 +469,20 @@ class HostTier:
         """Where a page, or the place of a state, lies on the GPU."""
         if name.kind == "page":
             return self._steps.cache.pieces(number)
+        if name.kind == "window":
+            assert self._steps.windows is not None
+            return self._steps.windows.pieces(number)
         assert self._steps.saved is not None
         return self._steps.saved.pieces(number)
 
     def _size(self, name: Name) -> int:
         return sum(piece.nbytes for piece in self._pieces(name, 0))
+
+
+def _names(found: Found) -> list[Name]:
+    """All that is to be brought back."""
+    each = (*found.pages, *found.windows, found.state)
+    return [name for name in each if name is not None]
 
 
 def _rows(each: Sequence[Bytes]) -> Bytes:

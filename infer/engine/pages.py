@@ -76,6 +76,14 @@ class Cached(NamedTuple):
     used: int
 
 
+class PathPage(NamedTuple):
+    """A cached page of a prompt, all its tokens, and the page beside it of layers with a window."""
+
+    page: int
+    tokens: tuple[int, ...]
+    window: int | None
+
+
 @dataclass(eq=False, repr=False)
 class _Node:
     """A cached page: `tokens` are in its first positions, after those of the nodes above.
@@ -185,6 +193,8 @@ class PagePool:
         self._now = 0  # when pages were last given up
         # Pages and places of states that are given to others from now on, if that is to be told.
         self.evicted: list[Cached] | None = None
+        if windows is not None:
+            windows.tell = self._tell_window
         self.unsaved = set[int]()  # places whose states have not been saved yet
 
     # Pages
@@ -231,6 +241,7 @@ class PagePool:
                 # Without those before it, it would be of no use when these are lost.
                 first = node.first_untold()
                 self.evicted += [self._cached(own) for own in (node, first) if own is not None]
+                self.evicted += self._window_of(node)
             self._remove(node)
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
@@ -315,6 +326,32 @@ class PagePool:
         pages, length = self._path(tokens, key, len(tokens), ())[1:3]
         self.retain(pages)
         return pages, length
+
+    def path_with_windows(self, tokens: Sequence[int], key: Hashable) -> list[PathPage]:
+        """Returns the pages of a prompt that are cached, the last of which may match in part, each
+        retained; those of layers with a window are not."""
+        _, pages, _, closest = self._path(tokens, key, len(tokens), ())
+        self.retain(pages)
+        nodes = [self._nodes[page] for page in pages]
+        if closest is not None:
+            self.retain([closest.page])
+            nodes.append(closest)
+            pages = [*pages, closest.page]
+        return [PathPage(page, n.tokens, n.window) for page, n in zip(pages, nodes, strict=True)]
+
+    def window_beside(self, page: int) -> int | None:
+        """The page of layers with a window beside a cached page, if there is one."""
+        node = self._nodes.get(page)
+        return None if node is None else node.window
+
+    def cache_window(self, page: int, window: int) -> bool:
+        """Keep a referenced page of layers with a window beside a cached page, which holds no more
+        tokens. Returns whether there was none yet."""
+        node = self._nodes.get(page)
+        if self.windows is None or node is None or node.window is not None:
+            return False
+        self.windows.cache(window, node)
+        return True
 
     def unmatch(self, match: Match, limit: int) -> None:
         """Release what a `match` up to `limit` has found, as if nobody had asked."""
@@ -515,6 +552,7 @@ class PagePool:
         before what comes behind them."""
         for node in reversed(self._idle.values()):
             yield self._cached(node)
+            yield from self._window_of(node)
             for snapshot in node.snapshots.values():
                 if snapshot.place not in self.unsaved:
                     yield self._saved(snapshot)
@@ -523,6 +561,19 @@ class PagePool:
         assert node.parent is not None  # a root has no page
         node.told = True
         return Cached(Name(node.parent.name, node.tokens), node.page, self._used(node))
+
+    def _window_of(self, node: _Node) -> list[Cached]:
+        """The page of layers with a window beside it, if others may go on from it."""
+        window = node.window
+        if self.windows is None or window is None or not self.windows.is_kept(window):
+            return []
+        assert node.parent is not None
+        return [Cached(Name(node.parent.name, node.tokens, "window"), window, self._used(node))]
+
+    def _tell_window(self, node: _Node) -> None:
+        """The page of layers with a window beside it is about to be another's."""
+        if self.evicted is not None:
+            self.evicted += self._window_of(node)
 
     def _used(self, node: _Node) -> int:
         return node.used if node.page in self._idle else time.monotonic_ns()
