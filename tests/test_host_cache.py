@@ -12,12 +12,12 @@ import pytest
 from conversations import BEARABLE, Agents, agents_of
 
 import infer
-from infer.engine import host_tier, scheduler, snapshots
+from infer.engine import host_memory, host_tier, scheduler, snapshots
 from infer.engine.host_cache import Found, HostCache, HostCacheStats, Name
 from infer.engine.host_memory import HostMemory
 from infer.engine.options import EngineOptions
 from infer.engine.prefixes import common_length, page_names
-from infer.kernels.errors import RequestError
+from infer.kernels.errors import InferWarning, OutOfMemoryError, RequestError
 from infer.kernels.gpu.device import Device
 from infer.kernels.state.kv_cache import PAGE
 from infer.sampling import SamplingParams
@@ -377,6 +377,55 @@ def test_no_memory_for_pages_means_that_they_are_computed(
         assert agents.computed > 150
         assert restored(agents) == 0
         assert engine.pool.stats.in_use == 0
+
+
+def ask_all(agents: Agents, *prompts: list[int]) -> None:
+    """Their answers are those of an empty cache."""
+    for prompt in prompts:
+        agents.ask_at_once([[prompt]])
+        agents.check()
+
+
+def test_no_memory_for_copies_is_said_once(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing more goes to the host then; what is there comes back as it did."""
+    for agents in agents_of("lfm2", device, tmp_path, 1, **ROOM):
+        prompts = [agents.text(400) for _ in range(3)]
+        for prompt in prompts[:2]:
+            agents.ask(prompt)
+
+        def full(*_: Any) -> None:
+            raise OutOfMemoryError("There is no memory.")
+
+        monkeypatch.setattr(device, "acquire", full)
+        with pytest.warns(InferWarning, match="nothing more of it goes to host memory") as told:
+            ask_all(agents, *(prompts[i] for i in (0, 2, 1, 2)))
+        assert len(told) == 1
+        assert restored(agents) > 0
+        assert agents.engine.pool.stats.in_use == 0
+
+
+def test_host_memory_runs_out(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there is all there is room for, and answers are the same."""
+    for agents in agents_of("llama", device, tmp_path, 1, **ROOM):
+        prompts = [agents.text(400) for _ in range(4)]
+        for prompt in prompts[:2]:
+            agents.ask(prompt)
+        agents.ask(agents.text(20))
+        stats = agents.engine.stats().host_cache
+        assert stats is not None
+        assert stats.pages > 0
+        monkeypatch.setattr(host_memory, "free_memory", lambda: 0)
+        agents.engine.tier.cache.memory._room = 0
+        with pytest.warns(InferWarning, match="There is no more host memory") as told:
+            ask_all(agents, *(prompts[i] for i in (2, 3, 0, 1)))
+        assert len(told) == 1
+        full = agents.engine.stats().host_cache
+        assert full is not None
+        assert stats.nbytes <= full.nbytes <= full.capacity < stats.capacity
 
 
 def test_a_model_is_loaded_with_it() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from infer.calls import warn
 from infer.engine.cache_file import CachedPrompt
 from infer.engine.host_cache import Found, HostCache, Name
 from infer.engine.host_memory import Bytes, HostMemory
@@ -22,6 +23,7 @@ from infer.engine.pages import Cached, PagePool
 from infer.engine.prefixes import root_name
 from infer.engine.steps import Steps
 from infer.engine.submissions import Submissions
+from infer.foreign import reason
 from infer.kernels.errors import OutOfMemoryError
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.record import EMPTY, Copy, Piece
@@ -96,11 +98,12 @@ class HostTier:
         self._outgoing = deque[_Outgoing]()
         self._bytes_in = 0
         self._seconds_in = 0.0  # that these took to come back
+        self._is_full = False  # nothing more goes to the host
         self.forget()
 
     def forget(self) -> None:
         """Assume nothing about what the GPU has, nor about what is on its way from there."""
-        self._pool.evicted = [] if self.cache.capacity else None
+        self._pool.evicted = [] if self.cache.capacity and not self._is_full else None
         for batch in self._outgoing:
             self._device.destroy([batch.staging])
         self._outgoing.clear()
@@ -114,6 +117,15 @@ class HostTier:
         sizes.append(0 if saved is None else saved.nbytes)
         self.cache.share(memory, root_name((about, sizes)))
         self.forget()
+
+    def _stop(self, error: Exception) -> None:
+        """Nothing more goes to the host, as there is no memory for copies."""
+        if not self._is_full:
+            self._is_full, self._pool.evicted = True, None
+            warn(
+                f"There is no memory for copies of the cache ({reason(error)}): nothing more of it "
+                "goes to host memory."
+            )
 
     # To the host
 
@@ -157,7 +169,12 @@ class HostTier:
     def _send_out(self, batch: list[Cached], nbytes: int) -> None:
         if len(self._outgoing) >= _WAITING:
             self._collect(self._outgoing.popleft())
-        staging, at, copies = self._device.acquire(nbytes, "read"), 0, list[Copy]()
+        try:
+            staging = self._device.acquire(nbytes, "read")
+        except OutOfMemoryError as error:
+            self._stop(error)
+            return
+        at, copies = 0, list[Copy]()
         for name, number, _ in batch:
             for piece in self._pieces(name, number):
                 copies.append(Copy((piece.buffer, piece.offset), (staging, at), piece.nbytes))
@@ -178,7 +195,12 @@ class HostTier:
             self._collect(self._outgoing.popleft())
 
     def _collect(self, batch: _Outgoing) -> None:
-        words = self._submissions.queue.read(batch.staging, batch.nbytes, batch.submission)
+        try:
+            words = self._submissions.queue.read(batch.staging, batch.nbytes, batch.submission)
+        except MemoryError as error:
+            self._device.release(batch.staging)
+            self._stop(error)
+            return
         data, at = words.view(np.uint8), 0
         for name, _, used in batch.items:
             size = self._size(name)
@@ -333,14 +355,23 @@ class HostTier:
 
     def _data(self, name: Name) -> Bytes | None:
         """What is kept under a name; None if it is gone."""
-        data = np.empty(self._size(name), np.uint8)
+        try:
+            data = np.empty(self._size(name), np.uint8)
+        except MemoryError as error:
+            self._stop(error)
+            return None
         return data if self.cache.read(name, data) else None
 
     def _send_in(self, batch: Sequence[tuple[Name, int, Bytes]]) -> None:
         if not batch:
             return
-        nbytes = sum(data.nbytes for *_, data in batch)
-        staging, at, copies = self._device.acquire(nbytes), 0, list[Copy]()
+        at, copies = 0, list[Copy]()
+        try:
+            staging = self._device.acquire(sum(data.nbytes for *_, data in batch))
+        except OutOfMemoryError:  # piece by piece it takes less
+            for name, number, data in batch:
+                self._write(self._pieces(name, number), data)
+            return
         for name, number, data in batch:
             if len(data):  # layers with a window may be all there are
                 self._device.write(staging, data, at)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TextIO
 
 from infer.engine.answers import Answer
 from infer.engine.constraint import Constraint
@@ -48,6 +48,7 @@ from infer.foreign import reason
 from infer.kernels.errors import DeviceError, InferError, InferWarning, OutOfMemoryError
 from infer.llm import LLM
 from infer.loading import load
+from infer.progress import write_note
 from infer.sampling import SamplingParams
 
 _GRACE = 10.0  # seconds to end in by itself
@@ -131,6 +132,7 @@ class _Worker:
             if order.memory is not None:
                 descriptor, capacity = order.memory
                 llm.engine.share(HostMemory(capacity, descriptor=descriptor))
+        warnings.showwarning = _tell
         params = SamplingParams().resolved(llm.defaults)
         llm.engine.warm_up(min(_WARM_TOKENS, llm.context - 1), params)
         if not llm.device.software:  # there it takes too long for what may never come
@@ -277,6 +279,21 @@ class _Worker:
             error = _sendable(raised)
         self._credits.pop(key, None)
         self._pipe.send(Returned(key, error))
+
+
+def _tell(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Write a warning on standard error, as a note if it is ours: nobody called this code."""
+    if issubclass(category, InferWarning):
+        write_note(f"note: {message}\n")
+    else:
+        write_note(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def _sendable(error: Exception | None) -> InferError | None:
