@@ -147,7 +147,7 @@ def test_models_share_one_budget() -> None:
     names = kept(one, tokens)
     assert two.find(tokens, None, 0, SIZE, False).length == 0
     kept(two, tokens)
-    one.use_path(tokens, None, SIZE)
+    assert one.find(tokens, None, 0, SIZE, False).length == 12
     kept(two, [90, 91])
     assert [name in one for name in names] == [True, True, True]
     assert [name in two for name in names] == [False, True, True]

@@ -212,6 +212,18 @@ def test_it_leaves_memory_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.room == 0
 
 
+def test_nothing_is_kept_after_its_end() -> None:
+    memory = HostMemory(1000, block=100)
+    kept = memory.put(b"a", data(1, 300), 1)
+    assert kept is not None
+    memory.close()
+    memory.close()
+    assert memory.put(b"b", data(1, 1), 2) is None
+    assert memory.entries(b"") == []
+    assert read(memory, kept) is None
+    memory.use([kept], 3)
+
+
 def test_none_at_all() -> None:
     with pytest.warns(InferWarning, match="it has 0, and stays at that"):
         memory = HostMemory(1 << 60)

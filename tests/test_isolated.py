@@ -206,13 +206,13 @@ HOSTED: dict[str, Any] = {
 LONG, OTHER = [*range(100, 400)], [*range(500, 800)]  # the cache has room for one
 
 
-def holders(memory: HostMemory) -> set[int]:
-    """The processes that have it."""
-    assert memory.descriptor is not None
-    own, found = os.fstat(memory.descriptor), set()
+def holders(device: int, inode: int) -> set[int]:
+    """The processes that have a file."""
+    found = set()
     for path in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
-            if os.path.samestat(path.stat(), own):
+            own = path.stat()
+            if (own.st_dev, own.st_ino) == (device, inode):
                 found.add(int(path.parts[2]))
     return found
 
@@ -224,7 +224,9 @@ def test_what_is_in_host_memory_outlives_the_process() -> None:
         llm.generate(OTHER, max_tokens=1)
         memory = engine(llm)._own_memory
         assert memory is not None
-        assert holders(memory) == {os.getpid(), engine(llm).pid}
+        assert memory.descriptor is not None
+        file = os.fstat(memory.descriptor)
+        assert holders(file.st_dev, file.st_ino) == {os.getpid(), engine(llm).pid}
         for _ in range(2):
             kill(llm)
             again = llm.generate(LONG, max_tokens=4)
@@ -234,11 +236,7 @@ def test_what_is_in_host_memory_outlives_the_process() -> None:
         stats = llm.stats().host_cache
         assert stats is not None
         assert stats.pages >= 4
-        kept = HostMemory(memory.capacity, descriptor=os.dup(memory.descriptor or 0))
-        assert holders(kept) == {os.getpid(), engine(llm).pid}
-    assert memory.descriptor is None
-    assert holders(kept) == {os.getpid()}
-    kept.close()
+    assert not holders(file.st_dev, file.st_ino)
 
 
 @needs_sharing
@@ -440,9 +438,11 @@ def test_an_option_that_cannot_be_told() -> None:
 @pytest.mark.parametrize("when", ["loaded", "generating"])
 def test_it_ends_with_the_process_that_started_it(when: str) -> None:
     program = (
-        "import infer\n"
-        "llm = infer.load('demo', isolate=True)\n"
-        "print(llm._engine.pid, flush=True)\n"
+        "import infer, os\n"
+        "llm = infer.load('demo', isolate=True, host_cache='16MiB')\n"
+        "memory = llm._engine._own_memory\n"
+        "file = os.fstat(memory.descriptor)\n"
+        "print(llm._engine.pid, file.st_dev, file.st_ino, flush=True)\n"
         "if 'generating' in __import__('sys').argv:\n"
         "    llm.generate('x', logit_bias={2: -100, 3: -100})\n"
         "input()\n"
@@ -451,10 +451,12 @@ def test_it_ends_with_the_process_that_started_it(when: str) -> None:
         [sys.executable, "-c", program, when], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
-        pid = int(process.stdout.readline())
+        pid, *file = map(int, process.stdout.readline().split())
         assert runs(pid)
+        assert holders(*file) == {pid, process.pid}
         process.kill()
     wait_for(lambda: not runs(pid))
+    assert not holders(*file)
 
 
 def test_signals_of_the_group_are_not_for_it(there: LLM) -> None:

@@ -446,6 +446,7 @@ class Engine(TokenEngine):
         with self.turn():
             self.verification.forget()
             self.decoding.forget()
+            self.tier.cache.close()
             self.device.close()
 
     def forget(self) -> None:

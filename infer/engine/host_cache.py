@@ -137,11 +137,19 @@ class HostCache:
         used = time.monotonic_ns() if used is None else used
         self.memory.use([self._held[name] for name in names if name in self], used)
 
-    def use_path(self, tokens: Sequence[int], key: Hashable, page_size: int) -> None:
-        """All whole pages of a prompt are used now, as far as they are here."""
-        names = page_names(tokens, key, page_size)[:-1]
-        each = (tokens[i * page_size : (i + 1) * page_size] for i in range(len(names)))
-        self.use(Name(name, tuple(own)) for name, own in zip(names, each, strict=True))
+    def _used_path(self, tokens: Sequence[int], key: Hashable, page_size: int) -> list[bytes]:
+        """Returns the `page_names` of a prompt, whose whole pages are used now."""
+        names = page_names(tokens, key, page_size)
+        starts = range(0, page_size * (len(names) - 1), page_size)
+        whole = [tuple(tokens[start : start + page_size]) for start in starts]
+        self.use(Name(name, own) for name, own in zip(names, whole, strict=False))
+        return names
+
+    def close(self) -> None:
+        """Hold nothing any more. Memory that was given stays."""
+        self._memory = None
+        self._held.clear()
+        self._behind.clear()
 
     def __contains__(self, name: Name) -> bool:
         kept = self._held.get(name)
@@ -185,8 +193,8 @@ class HostCache:
         self, tokens: Sequence[int], key: Hashable, cached: int, page_size: int, has_states: bool
     ) -> Found:
         """Returns the longest beginning of a prompt that can be had, if the GPU has `cached`
-        positions of it. has_states: it ends at a state that is here."""
-        names = page_names(tokens, key, page_size)
+        positions of it. has_states: it ends at a state that is here. Its pages count as used."""
+        names = self._used_path(tokens, key, page_size)
         first = cached // page_size
         pages, reach = list[Name](), cached
         for at in range(first, len(names)):
@@ -223,7 +231,7 @@ class HostCache:
         tokens, and whether such a page is beside it."""
         pages, windows = list[Name | None](), list[Name | None]()
         reach = list[int]()  # how many positions of a page there are in all layers
-        for at, before in enumerate(page_names(tokens, key, page_size)):
+        for at, before in enumerate(self._used_path(tokens, key, page_size)):
             rest = tuple(tokens[at * page_size : (at + 1) * page_size])
             own, has_window = cached[at] if at < len(cached) else ((), False)
             common, page, beside = common_length(own, rest), None, None

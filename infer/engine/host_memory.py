@@ -65,12 +65,14 @@ class HostMemory:
         self, capacity: int, *, block: int | None = None, descriptor: int | None = None
     ) -> None:
         """block: bytes that entries are made of. descriptor: of memory of that capacity that
-        another process has made. Where there is none to be had, it has room for nothing."""
+        another process has made, which stays open. Where there is no memory to be had, it has room
+        for nothing."""
         if block is None:
             block = max(1, -(-capacity // (_MOST_BLOCKS * _PAGE))) * _PAGE
         self.capacity, self._block = capacity, max(1, min(block, capacity))
         self._count = capacity // self._block
-        self.descriptor: int | None = descriptor  # None: it is this process's own
+        self.descriptor: int | None = descriptor  # None: no other process can have it
+        self._is_own = descriptor is None
         self.is_ending = False  # nobody will look for what is kept from now on
         self._threads = threading.Lock()
         self._room = 0  # bytes that it may grow by before the next look at what is free
@@ -78,8 +80,6 @@ class HostMemory:
             self._map(CAN_SHARE)
         except (OSError, ValueError, OverflowError, MemoryError) as error:
             self.close()
-            self._count = 0
-            self._map(False)
             self._stop_growing(0, reason(error))
 
     def _map(self, shared: bool) -> None:
@@ -107,10 +107,19 @@ class HostMemory:
         self._data = array(np.uint8, 6, n * self._block)
 
     def close(self) -> None:
-        """Give up the descriptor: no other process can be handed it from now on."""
+        """Give the memory up, in this process. There is room for nothing from now on."""
+        with self._threads:
+            self._release()
+            self._count = 0
+            self._map(False)
+
+    def _release(self) -> None:
         descriptor, self.descriptor = self.descriptor, None
-        if descriptor is not None:
+        if descriptor is not None and self._is_own:
             os.close(descriptor)
+
+    def __del__(self) -> None:
+        self._release()
 
     @property
     def room(self) -> int:
@@ -149,10 +158,12 @@ class HostMemory:
         return False
 
     def has(self, kept: Kept) -> bool:
-        return bool(self._number[kept.blocks[0]] == kept.number)
+        return bool(self.there([kept])[0])
 
     def there(self, entries: Sequence[Kept]) -> NDArray[np.bool_]:
         """Returns which of these entries are still there."""
+        if not self._count:
+            return np.zeros(len(entries), np.bool_)
         firsts = np.fromiter((kept.blocks[0] for kept in entries), np.intp, len(entries))
         numbers = np.fromiter((kept.number for kept in entries), np.uint64, len(entries))
         found: NDArray[np.bool_] = self._number[firsts] == numbers
@@ -163,7 +174,7 @@ class HostMemory:
         if not entries:
             return
         with self._locked():
-            firsts = np.array([kept.blocks[0] for kept in entries])[self.there(entries)]
+            firsts = np.array([kept.blocks[0] for kept in entries], np.intp)[self.there(entries)]
             times = np.uint64(used) + np.arange(len(firsts), dtype=np.uint64)[::-1]
             self._used[firsts] = np.maximum(self._used[firsts], times)
 

@@ -219,7 +219,6 @@ class HostTier:
             self._collect(self._outgoing.popleft())
         has_states = self._steps.saved is not None
         own, size = tokens[: len(tokens) - 1], self._pool.page_size
-        self.cache.use_path(own, key, size)
         if self._pool.windows is not None:
             return self._plan_windows(own, key, self._pool.cached(tokens, key))
         pages, cached = self._pool.path(own, key)
