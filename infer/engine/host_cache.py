@@ -135,7 +135,8 @@ class HostCache:
     def use(self, names: Iterable[Name], used: int | None = None) -> None:
         """They are used now, or were at a time as for `put`. The first of them stays longest."""
         used = time.monotonic_ns() if used is None else used
-        self.memory.use([self._held[name] for name in names if name in self], used)
+        held = [kept for name in names if (kept := self._held.get(name)) is not None]
+        self.memory.use(held, used)
 
     def _used_path(self, tokens: Sequence[int], key: Hashable, page_size: int) -> list[bytes]:
         """Returns the `page_names` of a prompt, whose whole pages are used now."""

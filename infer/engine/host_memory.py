@@ -158,7 +158,7 @@ class HostMemory:
         return False
 
     def has(self, kept: Kept) -> bool:
-        return bool(self.there([kept])[0])
+        return self._count > 0 and bool(self._number[kept.blocks[0]] == kept.number)
 
     def there(self, entries: Sequence[Kept]) -> NDArray[np.bool_]:
         """Returns which of these entries are still there."""
