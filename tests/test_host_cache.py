@@ -291,6 +291,50 @@ def test_windows_come_back(case: str, device: Device, tmp_path: Path) -> None:
         assert engine.pool.stats.in_use == len(engine.pool.windows._count) == 0
 
 
+@pytest.mark.usefixtures("few_windows")
+def test_windows_are_kept_for_another_engine(device: Device, tmp_path: Path) -> None:
+    memory, talk = HostMemory(64 << 20), list[int]()
+    for agents in agents_of("gemma3_text", device, tmp_path, 1, **WINDOWED, host_cache=1 << 20):
+        agents.engine.share(memory)
+        talk = agents.text(500)
+        talk += agents.ask(talk)
+        agents.engine.keep(60.0)
+    for agents in agents_of(
+        "gemma3_text", device, tmp_path / "again", 1, **WINDOWED, host_cache=1 << 20
+    ):
+        agents.engine.share(memory)
+        agents.seen.append(talk[:-1])
+        agents.ask(talk, agents.text(50))
+        assert restored(agents) > 500
+    memory.close()
+
+
+@pytest.mark.usefixtures("few_windows")
+def test_a_request_may_end_while_its_windows_come_back(device: Device, tmp_path: Path) -> None:
+    for agents in agents_of("gemma3_text", device, tmp_path, 2, **WINDOWED, host_cache=1 << 30):
+        engine = agents.engine
+        prompt = agents.text(800)
+        agents.ask(prompt)
+        engine.keep(60.0)
+        steps = 0
+        while True:
+            engine.forget()
+            answer = engine.generate(prompt, SamplingParams(max_tokens=1).resolved({}))
+            for _ in range(steps + 1):
+                engine.wait(iter([False, True]).__next__)
+            is_restoring = bool(engine._restoring)
+            answer.close()
+            engine.settle()
+            assert not engine._restoring
+            assert engine.pool.windows is not None
+            assert engine.pool.stats.in_use == len(engine.pool.windows._count) == 0
+            if not is_restoring:
+                break
+            steps += 1
+        assert steps >= 800 // PAGE
+        agents.ask(prompt)
+
+
 def test_states_come_back_to_pages_that_stayed(device: Device, tmp_path: Path) -> None:
     """With few places for states, and pages for everything."""
     own = {"context": 1024, "cache_positions": 60 * PAGE, "host_cache": 1 << 30}
