@@ -13,7 +13,7 @@ import pytest
 
 from infer.engine import host_memory
 from infer.engine.host_memory import CAN_SHARE, HostMemory, Kept, free_memory
-from infer.kernels.errors import InferWarning
+from infer.kernels.errors import InferWarning, RequestError
 
 needs_sharing = pytest.mark.skipif(not CAN_SHARE, reason="needs descriptors of other processes")
 
@@ -222,6 +222,12 @@ def test_nothing_is_kept_after_its_end() -> None:
     assert memory.entries(b"") == []
     assert read(memory, kept) is None
     memory.use([kept], 3)
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 1.5, "8GiB", True])
+def test_a_wrong_size_is_refused(capacity: Any) -> None:
+    with pytest.raises(RequestError, match="a positive number of bytes"):
+        HostMemory(capacity)
 
 
 def test_none_at_all() -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,6 +22,7 @@ from infer import LLM, CheckpointError, ClosedError, DeviceError, InferError, Un
 from infer.engine.host_memory import CAN_SHARE, HostMemory
 from infer.engine.isolated import WorkerEngine
 from infer.engine.messages import Made, Part
+from infer.engine.worker import _tell
 from infer.hub import DEMO
 from infer.llm import together
 
@@ -124,6 +126,7 @@ def test_eight_answers_go_on_when_the_process_is_killed(here: LLM, there: LLM) -
         stream._begin()
     for _ in range(4):
         next(streams[0])
+    engine(there)._deaths.clear()  # of other tests
     os.kill(engine(there).pid, signal.SIGKILL)
     assert _said(together(streams)) == _said(expected)
     assert streams[0].result.timings.decoded_tokens == 7
@@ -177,6 +180,7 @@ def test_what_holds_an_answer_goes_on_when_the_process_is_killed(here: LLM, ther
     for stream in streams:
         stream._begin()
     next(streams[there.slots - 1])  # the last of those that are generated
+    engine(there)._deaths.clear()  # of other tests
     os.kill(engine(there).pid, signal.SIGKILL)
     got = together(streams)
     assert _said(got) == _said(expected)
@@ -254,6 +258,19 @@ def test_models_share_host_memory_and_find_it_again() -> None:
     memory.close()
 
 
+def test_what_it_warns_of_is_a_note(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warnings, "showwarning", _tell)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("Memory is full.", infer.InferWarning, stacklevel=1)
+        warnings.warn("Old.", DeprecationWarning, stacklevel=1)
+    note, other = capsys.readouterr().err.split("\n")[:2]
+    assert note == "note: Memory is full."
+    assert "DeprecationWarning: Old." in other
+
+
 def test_times_of_an_answer_are_told(there: LLM) -> None:
     times = there.generate(STORY, max_tokens=4).timings
     assert 0 <= times.queue_seconds < times.prefill_seconds
@@ -265,6 +282,7 @@ def test_a_call_goes_on_when_the_process_is_killed(here: LLM, there: LLM) -> Non
     ids = [*range(100, 300)]  # in several parts, more than may wait
     parts = engine(there).logits(ids)
     got = [next(parts)]
+    engine(there)._deaths.clear()  # of other tests
     os.kill(engine(there).pid, signal.SIGKILL)
     got += parts
     assert np.array_equal(np.concatenate(got), here.logits(ids))

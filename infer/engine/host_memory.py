@@ -27,7 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.calls import warn
-from infer.foreign import reason
+from infer.foreign import reason, shown
+from infer.kernels.errors import RequestError
 
 if sys.platform != "win32":
     import fcntl
@@ -59,20 +60,25 @@ class Kept:
 
 class HostMemory:
     """At most `capacity` bytes of entries. Those that were used longest ago go first, whoever keeps
-    them. Any thread may use it."""
+    them. Any thread may use it. descriptor: of the file, for other processes; None: there is none.
+    """
+
+    descriptor: int | None = None
+    _is_own = False
 
     def __init__(
         self, capacity: int, *, block: int | None = None, descriptor: int | None = None
     ) -> None:
         """block: bytes that entries are made of. descriptor: of memory of that capacity that
-        another process has made, which stays open. Where there is no memory to be had, it has room
-        for nothing."""
+        another process has made, which stays open. Raises RequestError for a capacity that is no
+        number of bytes. Where there is no memory to be had, it has room for nothing."""
+        if type(capacity) is not int or capacity < 1:
+            raise RequestError(f"Host memory is a positive number of bytes, not {shown(capacity)}.")
         if block is None:
             block = max(1, -(-capacity // (_MOST_BLOCKS * _PAGE))) * _PAGE
         self.capacity, self._block = capacity, max(1, min(block, capacity))
         self._count = capacity // self._block
-        self.descriptor: int | None = descriptor  # None: no other process can have it
-        self._is_own = descriptor is None
+        self.descriptor, self._is_own = descriptor, descriptor is None
         self.is_ending = False  # nobody will look for what is kept from now on
         self._threads = threading.Lock()
         self._room = 0  # bytes that it may grow by before the next look at what is free
