@@ -1,6 +1,7 @@
-"""Answers in event loops: one thread of the LLM generates for all of them, while there are any.
+"""Answers for event loops: while there are any, one thread of the LLM generates for all of them.
 
-After each step it hands what has come to each loop, by one call. Loops never wait for the GPU."""
+After each step the thread hands each loop its new pieces, in one call. Loops never wait for the
+GPU."""
 
 from __future__ import annotations
 

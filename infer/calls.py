@@ -1,5 +1,5 @@
-"""Calls with wrong arguments: errors that say which word is the right one here, also for words of
-other engines; and warnings, as of the line that calls."""
+"""Errors for wrong arguments, which name the right keyword, also for keywords of other engines; and
+warnings that point at the line of the caller."""
 
 from __future__ import annotations
 

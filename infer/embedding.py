@@ -1,5 +1,5 @@
-"""How the files of a model say that a text becomes an embedding: the modules of
-sentence-transformers, which publishes most models that are made for it."""
+"""Reads from a model's files how a text becomes an embedding, in the form of sentence-transformers,
+which publishes most embedding models."""
 
 from __future__ import annotations
 

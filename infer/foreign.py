@@ -1,4 +1,5 @@
-"""Running what others wrote: the tokenizers library on a checkpoint's files, and its templates."""
+"""Runs code that others wrote, such as the tokenizers library and chat templates, and raises its
+failures as errors of this project."""
 
 from __future__ import annotations
 

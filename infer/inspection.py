@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from infer.engine.options import EngineOptions
+from infer.engine.windows import window_of
 from infer.hub import CARD, resolve
 from infer.kernels.errors import OutOfMemoryError
 from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, list_adapters, memory_info
@@ -48,7 +49,8 @@ class Inspection:
     license: its name on the hub, where the files have it. lora: the adapter that is always on.
     draft: the model that drafts for it, or that its own layer does; the weights, cache and other
     buffers of either are counted too. kv_bytes_per_token: of the KV cache; where layers with a
-    window have pages of their own, of the other layers, and kv_window_bytes of these pages.
+    window have pages of their own, of the other layers, kv_window_bytes of these pages, and
+    kv_window how many positions these layers see; otherwise both are 0.
     disk_bytes: all tensors of the checkpoint. fits: whether the GPU has room now, None where that
     is unknown; `verdict` says why, with names as those of errors (`infer.kernels.errors`).
     """
@@ -72,6 +74,7 @@ class Inspection:
     context: int
     kv_dtype: str
     kv_bytes_per_token: int
+    kv_window: int
     kv_window_bytes: int
     weight_bytes: int
     kv_cache_bytes: int
@@ -177,6 +180,7 @@ def inspect_model(
         kv_bytes_per_token=kv_bytes_per_position(
             opened, kv_dtype, windows=False if of_windows else None
         ),
+        kv_window=window_of(opened.config) if of_windows else 0,
         kv_window_bytes=of_windows,
         weight_bytes=need.weights,
         kv_cache_bytes=need.kv_cache,

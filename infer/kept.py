@@ -1,4 +1,4 @@
-"""generate, chat, stream and embed of a model by its name: the one that was loaded last is kept."""
+"""`infer.generate`, `chat`, `stream` and `embed`, which keep the model that was loaded last."""
 
 from __future__ import annotations
 

@@ -1072,7 +1072,8 @@ class LLM(Uncopied):
             result.text += pieces.text
             result.reasoning += pieces.reasoning
             result.reasoning_tokens += thinking and token is not None
-            add_deltas(result.tool_calls, pieces.tool_calls, functions)
+            if pieces.tool_calls:
+                add_deltas(result.tool_calls, pieces.tool_calls, functions)
             if parser is not None and parser.unfinished is not None:
                 del result.tool_calls[parser.unfinished :]
             return Chunk(pieces.text, token, logprob, pieces.reasoning, tuple(pieces.tool_calls))

@@ -1,4 +1,4 @@
-"""From a name to a loaded model."""
+"""`infer.load`: finds the files of a model by its name, opens a GPU and loads the model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from infer.engine.engine import Engine
 from infer.engine.host_memory import HostMemory
 from infer.engine.isolated import WorkerEngine
 from infer.engine.options import EngineOptions
+from infer.engine.steps import Loaded
 from infer.foreign import shown
 from infer.generation_config import notes, sampling_defaults
 from infer.hub import ResolvedModel, resolve, resolve_adapter
@@ -466,10 +467,10 @@ class _Files:
 
         def allocated(weights: dict[str, GpuTensor]) -> None:
             beside = self.loras.allocate(device, weights)
-            engine = Engine(device, self.model, weights, fitting, beside, draft)
+            engine = Engine(device, Loaded(self.model, weights, beside), fitting, draft)
             with enough_threads():
                 started.append(
-                    (engine, thread.submit(engine.compile, partial(progress, "kernels")))
+                    (engine, thread.submit(engine.runner.compile, partial(progress, "kernels")))
                 )
             self.loras.fill(device, weights, beside)
 
@@ -488,7 +489,7 @@ class _Files:
                 raise
         ((engine, compiled),) = started
         compiled.result()
-        engine.weights_are_read()
+        engine.runner.weights_are_read()
         summary = self.plan.summary
         return LLM(self.name, engine, self.tokenizer, self.defaults, self.embedding, summary)
 

@@ -8,10 +8,11 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from infer.engine.draft import Loaded, check_draft
+from infer.engine.draft import check_draft
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
-from infer.engine.windows import window_of, window_pages
+from infer.engine.steps import Loaded
+from infer.engine.windows import all_have_windows, useful_positions, window_of, window_pages
 from infer.kernels.errors import OutOfMemoryError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo, memory_info
 from infer.kernels.gpu.device import Device, DryDevice, Limits
@@ -84,8 +85,7 @@ def cache_positions(
         return of_windows + (each + others) * positions
 
     each = kv_bytes_per_position(model, dtype, windows=False) + others
-    # Where all layers have a window, no more positions are of use.
-    most = nbytes // each if each else options.max_batch * model.config.max_position_embeddings
+    most = nbytes // each if each else useful_positions(model.config, options)
     return max(shared, PAGE * bisect_right(range(1, most // PAGE + 1), nbytes, key=needed))
 
 
@@ -230,9 +230,9 @@ class MemoryCount:
         """Returns the bytes that loading with these options would allocate."""
         if options not in self._needed:
             self._device.allocated = self._without_engine
-            of = self.model, self._weights, options, self._beside, self._draft
-            engine = Engine(self._device, *of)
-            self._state_bytes = 0 if engine.saved is None else engine.saved.nbytes
+            own = Loaded(self.model, self._weights, self._beside)
+            saved = Engine(self._device, own, options, self._draft).runner.caches.saved
+            self._state_bytes = 0 if saved is None else saved.nbytes
             other = self._device.allocated - self._weight_bytes
             other -= self._kv_bytes(options, first=True)
             other += self._rope_bytes(options)
@@ -262,6 +262,16 @@ class MemoryCount:
             for rope in (model.config.rope, model.config.local_rope)
             if rope is not None
         )
+
+    def _with_all_positions(self, options: EngineOptions) -> EngineOptions:
+        """The options with all positions that are of use, where these take no memory besides that
+        of windows."""
+        config, given = self.model.config, options.cache_positions is not None
+        if given or self.draft is not None or not all_have_windows(config):
+            return options
+        if not window_pages(config, options):
+            return options
+        return replace(options, cache_positions=useful_positions(config, options))
 
     def _with_state_places(self, options: EngineOptions, left: int | None) -> EngineOptions:
         """The options with the places for states that the memory left has room for, in bytes; None:
@@ -298,7 +308,7 @@ class MemoryCount:
                     need = self.needed(options)
                     if free is None or need.total <= free:
                         left = None if free is None else free - need.total
-                        return self._with_state_places(options, left)
+                        return self._with_state_places(self._with_all_positions(options), left)
             shorter = "context" in may_shrink and options.context // 2 >= _LEAST_CONTEXT
             if shorter and (options.context > DEFAULT_CONTEXT or not fewer):
                 options = replace(options, context=options.context // 2)

@@ -1,4 +1,4 @@
-"""How the answer to a chat is read, and what it is held to."""
+"""Chooses the parser of the answer to a chat, and the grammar or schema that it must follow."""
 
 from __future__ import annotations
 

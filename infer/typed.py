@@ -1,4 +1,4 @@
-"""Types of Python as JSON schemas, and answers as objects of these types."""
+"""Turns Python types into JSON schemas, and answers into objects of these types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The versions of this code and of all on which answers and their speed depend."""
+"""The versions of this code, and of the libraries and drivers that change answers or speed."""
 
 from __future__ import annotations
 

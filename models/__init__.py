@@ -1,4 +1,4 @@
-"""Model architectures: one file each, named after config.json's model_type, loaded on demand."""
+"""Model architectures: one file each, named after its model_type, imported on demand."""
 
 from __future__ import annotations
 

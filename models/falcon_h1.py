@@ -8,7 +8,7 @@ differ by is in the taps of the convolution behind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from infer.kernels.compiler.graph import Value
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.rope import Rope
-from infer.kernels.state.layer_state import Cache, StateShape
+from infer.kernels.state.layer_state import StateShape
 from infer.models.blocks import layers, mamba2
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Scope, Weights
@@ -66,6 +66,7 @@ class FalconH1(Decoder):
     """Mamba may have a norm behind it."""
 
     config: FalconH1Config
+    caches_per_layer = 2
     folded_by_mlx = True
 
     @classmethod
@@ -119,13 +120,6 @@ class FalconH1(Decoder):
             end = start + width * state.taps
             yield whole.rows(range(start, end)).scale(factor)
             start = end
-
-    def forward(self, w: Weights, ropes: Sequence[Rope | None], cache: Sequence[Cache]) -> Value:
-        h = self.embed(w)
-        for i in range(0, len(cache), 2):
-            own = Scope(w, f"layers.{i // 2}")
-            h = self.layer(h, own, ropes[i + 1], cache[i : i + 2], 0)
-        return self.logits(h, w)
 
     def mixer(self, x: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         """Returns the sum of the outputs of Mamba and of attention, which read the same x."""

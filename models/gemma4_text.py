@@ -18,7 +18,6 @@ from infer.kernels.errors import UnsupportedError
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KVShape
-from infer.kernels.state.layer_state import Cache
 from infer.models.blocks import layers
 from infer.models.blocks.layers import DecoderConfig, ExpertsConfig, Scope, Weights, layer_windows
 from infer.models.blocks.moe import MixtureOfExperts, read_chosen
@@ -182,30 +181,24 @@ class Gemma4Text(MixtureOfExperts):
         made = _KEYS_AND_VALUES.match(key)
         return super().ignorable(key) or (made is not None and self.shares(int(made[1])))
 
-    def forward(self, w: Weights, ropes: Sequence[Rope | None], cache: Sequence[Cache]) -> Value:
-        c = self.config
-        h = self.embed(w)
-        inputs = self.layer_inputs(h, w) if c.hidden_size_per_layer_input else ()
-        for i, (rope, layer_cache) in enumerate(zip(ropes, cache, strict=True)):
-            own = Scope(w, f"layers.{i}")
-            h = self.layer(h, own, rope, layer_cache, c.windows[i])
-            if inputs:
-                x = ops.linear(h, own["per_layer_input_gate"])
-                x = ops.activation(x, c.mlp.activation) * inputs[i]
-                x = ops.linear(x, own["per_layer_projection"], scale=0.5**0.5)
-                h = h + layers.norm(x, own, "post_per_layer_input_norm", c)
-            h = ops.scale(h, own["layer_scalar"])
-        return self.logits(h, w)
-
-    def layer_inputs(self, h: Value, w: Weights) -> tuple[Value, ...]:
-        """Returns the further input of each layer about the tokens, times the square root of
-        two."""
+    def layer_inputs(self, h: Value, w: Weights) -> Sequence[Value]:
+        """The further input of each layer about the tokens, times the square root of two."""
         c = self.config
         width = c.hidden_size_per_layer_input
+        if not width:
+            return ()
         x = ops.linear(h, w["per_layer_model_projection"], scale=c.hidden_size**-0.5)
         x = ops.rmsnorm(x, w["per_layer_projection_norm"], c.norm.rms_norm_eps)
         x = x + ops.embedding(w["embed_tokens_per_layer"], width**0.5)
         return ops.split(x, *[width] * c.num_hidden_layers)
+
+    def behind(self, h: Value, w: Weights, given: Value | None) -> Value:
+        if given is not None:
+            x = ops.linear(h, w["per_layer_input_gate"])
+            x = ops.activation(x, self.config.mlp.activation) * given
+            x = ops.linear(x, w["per_layer_projection"], scale=0.5**0.5)
+            h = h + layers.norm(x, w, "post_per_layer_input_norm", self.config)
+        return ops.scale(h, w["layer_scalar"])
 
     def layer(self, h: Value, w: Weights, rope: Rope | None, cache: Any, window: int) -> Value:
         def norm(x: Value, name: str) -> Value:

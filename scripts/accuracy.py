@@ -1,4 +1,4 @@
-"""How far our logits, and those of transformers in bf16, are from those of transformers in f32.
+"""Measures how far the logits of infer, and of transformers in bf16, are from transformers in f32.
 
     python scripts/accuracy.py demo --text FILE
     python scripts/accuracy.py --shape llama-3.1-8b --webgpu dawn --json FILE
@@ -50,13 +50,14 @@ from infer.models.loading.shapes import SHAPES  # noqa: E402
 from infer.versions import versions  # noqa: E402
 
 Floats = NDArray[np.float32]
-TOKENS = "5,17,64,200,700"  # of the prompts: such as take different tiles
+TOKENS = "5,17,64,200,700"  # lengths of prompts that take different tiles
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Logits of one model by one way to compute them, over all `tokens` of the prompts. products:
-    what ours were multiplied in ("f16" or "f32"), None of transformers."""
+    """How far the logits of one way to compute a model are from the reference, over all `tokens` of
+    the prompts. products: the precision in which we multiplied ("f16" or "f32"), None for
+    transformers."""
 
     model: str
     computed: str
@@ -71,8 +72,8 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Logits:
-    """whole: for each prompt the logits after every token, [tokens, vocab]; last: those after the
-    last ones, by the way of answers, [prompts, vocab]."""
+    """Logits of the prompts. whole: for each prompt the logits after every token, [tokens, vocab].
+    last: the logits after each prompt's last token, computed as for an answer, [prompts, vocab]."""
 
     whole: list[Floats]
     last: Floats
@@ -159,7 +160,7 @@ def measure(args: argparse.Namespace) -> Iterator[Accuracy]:
                     np.stack([prefilled(llm, ids) for ids in prompts]),
                 )
                 computed = ", ".join(filter(None, (f"precision {precision}", args.quantize)))
-                products = llm.engine.products
+                products = llm.engine.runner.products
             yield accuracy(name, computed, products, got, exact)
             if products == "f32":
                 break  # as in the other precision
@@ -168,7 +169,7 @@ def measure(args: argparse.Namespace) -> Iterator[Accuracy]:
 def make_prompts(
     folder: Path, tokens: Sequence[int], text: Path | None, seed: int
 ) -> list[list[int]]:
-    """One of each length: consecutive parts of a text's tokens, or random ids."""
+    """A prompt of each length in `tokens`: consecutive parts of a text, or random ids."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if text is None:
         vocabulary = config.get("text_config", config)["vocab_size"]
@@ -187,7 +188,7 @@ def make_prompts(
 
 
 def reference_versions() -> dict[str, str]:
-    """Raises RequestError without the extra."""
+    """The versions of torch and transformers. Raises RequestError if one is not installed."""
     try:
         import torch
         import transformers
@@ -201,8 +202,8 @@ def reference_versions() -> dict[str, str]:
 def of_transformers(
     folder: Path, prompts: Sequence[Sequence[int]], dtype: str, device: str
 ) -> Logits:
-    """Computed in that dtype, by one forward pass for each prompt. Raises RequestError where
-    transformers does not read all weights."""
+    """The logits of transformers in this dtype, one forward pass for each prompt. Raises
+    RequestError if transformers does not find all weights."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -211,7 +212,7 @@ def of_transformers(
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
     options["output_loading_info"] = True
     model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
-    if info["missing_keys"]:  # which would be random
+    if info["missing_keys"]:  # transformers would fill them with random values
         missing = ", ".join(sorted(info["missing_keys"])[:5])
         raise RequestError(f"Transformers finds no {missing} in {folder}.")
     model = model.eval().to(device)
@@ -226,7 +227,7 @@ def of_transformers(
 
 
 def prefilled(llm: infer.LLM, ids: Sequence[int]) -> Floats:
-    """The logits that the first token after a prompt is chosen by."""
+    """The logits from which the first token after a prompt is chosen."""
     params = infer.SamplingParams(temperature=0.0, max_tokens=1).resolved({})
     (step,) = llm.engine.generate(ids, params, with_logits=True)
     assert step.logits is not None
@@ -236,10 +237,10 @@ def prefilled(llm: infer.LLM, ids: Sequence[int]) -> Floats:
 def accuracy(
     model: str, computed: str, products: str | None, got: Logits, exact: Logits
 ) -> Accuracy:
-    """exact: in f32, by transformers."""
+    """Compare logits with exact ones, which transformers computed in f32."""
     kl, same = [], []
     squares = np.zeros(2)
-    for own, right in zip(got.whole, exact.whole, strict=True):  # of one prompt at a time in f64
+    for own, right in zip(got.whole, exact.whole, strict=True):  # one prompt at a time in f64
         wide = own.astype(np.float64), right.astype(np.float64)
         of_prompt, same_top = compare([log_softmax(wide[0])], [log_softmax(wide[1])])
         kl.append(of_prompt)

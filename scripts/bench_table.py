@@ -1,10 +1,10 @@
-"""The README's tables of benchmarks: of one sequence from the reports in scripts/results/, of many
-from those in scripts/results/batch/.
+"""Writes the tables of docs/benchmarks.md from the reports in scripts/results/ (one sequence) and
+scripts/results/batch/ (many sequences, many clients).
 
-    python scripts/bench_table.py                     print them
-    python scripts/bench_table.py --write README.md   put them between the file's markers
+    python scripts/bench_table.py                             print the tables
+    python scripts/bench_table.py --write docs/benchmarks.md  put them between the file's markers
 
-Of several reports of one model, dtypes and adapter the newest counts.
+If there are several reports of one model with the same dtypes on one adapter, the newest counts.
 """
 
 import argparse
@@ -26,7 +26,8 @@ _BATCH = re.compile(r"tg\d+ x (\d+) @ d(\d+)")  # the name of a test
 
 
 def newest(reports: Iterable[BenchReport]) -> list[BenchReport]:
-    """One report for each adapter, model, dtype of weights and cache, and precision, sorted."""
+    """The newest report for each adapter, model, dtype of weights and cache, and precision,
+    sorted."""
     last: dict[tuple[str, ...], BenchReport] = {}
     for report in sorted(reports, key=lambda report: report.date):
         kind = bool(report.loads)  # many clients are measured apart
@@ -42,7 +43,7 @@ def table(reports: Sequence[BenchReport]) -> str:
 
 
 def batches(reports: Sequence[BenchReport]) -> str:
-    """The tables of many sequences at once; and of many clients, where they were measured."""
+    """The tables of many sequences at once, and of many clients if there are reports of them."""
     return _by_adapter(reports, batch_tables)
 
 
@@ -99,7 +100,8 @@ def batch_tables(reports: Sequence[BenchReport]) -> str:
 
 
 def adapter_table(reports: Sequence[BenchReport]) -> str:
-    """Tokens/s of prefill and decode, and of the latter at depth, where that was measured."""
+    """A table of the speed of prefill and decode in tokens/s, with columns for decode at depth if
+    that was measured."""
     tests = {row.test for report in reports for row in report.rows}
     tests = {test for test in tests if not _BATCH.fullmatch(test)}
     (prefill,) = {test for test in tests if re.fullmatch(r"pp\d+", test)}

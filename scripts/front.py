@@ -35,7 +35,7 @@ from infer.llm import LLM  # noqa: E402
 WORKER, SERVER = "--worker", "--server"  # then seconds of a step
 
 
-# In place of the engine's process
+# The worker below takes the place of the engine's process
 
 
 class Answer(TokenAnswer):
@@ -53,7 +53,7 @@ class Answer(TokenAnswer):
 def run_worker(step: float) -> None:
     answers: list[Answer] = []
     load = worker.load
-    steps, seconds = 0, 0.0  # of which this thread's CPU time was taken
+    steps, seconds = 0, 0.0  # steps measured, and this thread's CPU time for them
 
     def generate(prompt: Sequence[int], params: Any, **_: Any) -> Answer:
         answers.append(Answer(prompt, params))
@@ -108,7 +108,7 @@ def run_server(step: str, arguments: Sequence[str]) -> None:
 
     isolated.subprocess.Popen = Popen  # type: ignore[misc]
     piece, part = ChoicesFormat.piece, Call.part
-    told = defaultdict[Any, list[float]](list)  # by task, what it is about to write
+    told = defaultdict[Any, list[float]](list)  # by task: the times of tokens it is about to write
     delays: list[float] = []
 
     def timed_piece(self: Any, index: int, chunk: Any) -> bytes:

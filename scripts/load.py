@@ -1,4 +1,4 @@
-"""A load of requests on a server with OpenAI's API, this project's or another.
+"""Puts a load of requests on a server with OpenAI's API, this project's or another.
 
     python scripts/load.py --clients 32 --requests 320           clients that wait for their answers
     python scripts/load.py --rate 4 --seconds 60                 arrivals that do not (Poisson)
@@ -52,8 +52,9 @@ WORDS = ("a", "bird", "cat", "day", "each", "fish", "green", "house", "in", "jus
 
 @dataclass
 class Request:
-    """Times are since the beginning of the load. status: 200, another, or in words what went
-    wrong. leave: tokens after which the client goes away. times: of the events with text."""
+    """A request of the load. Times are in seconds since the beginning of the load. status: 200,
+    another status, or in words what went wrong. leave: the number of tokens after which the client
+    goes away. times: when events with text came."""
 
     sent: float
     leave: int | None
@@ -182,7 +183,8 @@ _read_event = msgspec.json.Decoder(_Event).decode
 
 
 class Connection(asyncio.Protocol):
-    """One after the other it carries requests, as long as the server keeps it open."""
+    """A connection that carries one request after the other, as long as the server keeps it
+    open."""
 
     def __init__(self, begin: float) -> None:
         self._begin = begin
@@ -195,7 +197,7 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     async def send(self, request: Request, head_and_body: bytes, seconds: float) -> None:
-        """Until its answer has ended, or nothing has come for so long."""
+        """Send a request and read its answer, until it has ended or nothing came for `seconds`."""
         assert self._transport is not None
         self._request, self._rest, self._is_stream = request, b"", False
         self._parser = httptools.HttpResponseParser(self)
@@ -281,8 +283,8 @@ class Connection(asyncio.Protocol):
 
 
 def told(url: str, api_key: str | None, model: str | None) -> dict[str, Any]:
-    """Returns the fields of LoadReport that the server tells. url: that of --url. model: None for
-    the first of its models."""
+    """Returns the fields of LoadReport that the server itself tells. url: the address that --url
+    gave. model: the model's name, or None for the server's first."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def ask(url: str) -> Any:
@@ -290,7 +292,7 @@ def told(url: str, api_key: str | None, model: str | None) -> dict[str, Any]:
         try:
             with urllib.request.urlopen(request, timeout=10) as answer:
                 return json.load(answer)
-        except (OSError, HTTPException, ValueError):  # none, or another, which does not tell
+        except (OSError, HTTPException, ValueError):  # no server, or one that does not tell
             return {}
 
     base = url.rstrip("/")
@@ -316,7 +318,7 @@ def told(url: str, api_key: str | None, model: str | None) -> dict[str, Any]:
 
 @dataclass
 class Load:
-    """args: as of the command line."""
+    """The load of requests. args: the options of the command line."""
 
     args: argparse.Namespace
     requests: list[Request] = field(default_factory=list)
@@ -375,7 +377,7 @@ class Load:
         while not self._is_over():
             request = await self._request()
             if request.status != 200:
-                await asyncio.sleep(0.1)  # as a client does that tries again
+                await asyncio.sleep(0.1)  # like a client that tries again
 
     async def _arrivals(self) -> None:
         at = 0.0
@@ -481,8 +483,8 @@ def _of(values: Iterable[float]) -> tuple[float, float] | None:
 
 
 def sample(pid: int, at: float) -> Sample:
-    """Returns the resources of a process and of those that it started, from Linux's /proc; zeros
-    where there is no /proc."""
+    """Returns the resources of a process and its children, from Linux's /proc; zeros if there is no
+    /proc."""
     memory = threads = sockets = files = 0
     for each in _family(pid):
         with suppress(OSError):
@@ -510,7 +512,7 @@ def _family(pid: int) -> Iterator[int]:
 
 @contextmanager
 def stub() -> Iterator[str]:
-    """Its URL. In a process of its own."""
+    """Run a server without a model in a process of its own, and yield its URL."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as opened:
         process = multiprocessing.get_context("fork").Process(target=_stub, args=(opened,))
         process.start()

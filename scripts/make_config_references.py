@@ -56,7 +56,7 @@ def is_silent(key: str) -> bool:
 
 
 def wide(config: Mapping[str, Any]) -> dict[str, Any]:
-    """With more heads of the same width."""
+    """The config with more heads, each as wide as before."""
     made = copy.deepcopy(dict(config))
     for part in (made, made.get("text_config", {})):
         part |= {key: _WIDER * part[key] for key in _WIDTHS if isinstance(part.get(key), int)}
@@ -70,7 +70,8 @@ def configs(case: str) -> dict[str, dict[str, Any]]:
 
 
 def without(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The config without each of its keys, also those of objects in it."""
+    """Yields, for each key of a config and of the objects in it, the key and the config without
+    it."""
     for key, value in config.items():
         if is_silent(key):
             continue
@@ -103,7 +104,7 @@ def defaults(case: str) -> dict[str, dict[str, dict[str, Any]]]:
     table: dict[str, dict[str, dict[str, Any]]] = {}
     for spelling, config in configs(case).items():
         own = whole(config)
-        if own is None:  # what it writes it need not read
+        if own is None:  # transformers cannot read every config that it writes
             continue
         base, rows = flat(own), table.setdefault(spelling, {})
         for key, rest in without(config):

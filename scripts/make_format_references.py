@@ -44,7 +44,8 @@ def weights(rows: int = ROWS, columns: int = COLUMNS) -> torch.Tensor:
 
 
 def module_of(package: str, name: str) -> types.ModuleType:
-    """A module of a package whose __init__ does not run: it imports what is not needed here."""
+    """Import a module of a package without running the package's __init__, which imports much that
+    is not needed here."""
     root = importlib.util.find_spec(package)
     assert root is not None
     assert root.submodule_search_locations is not None
@@ -109,7 +110,7 @@ def gptq(
 
 
 def auto_round() -> Result:
-    utils = types.ModuleType("auto_round.utils")  # which would import far more
+    utils = types.ModuleType("auto_round.utils")  # the real module would import far more
     utils.get_packing_device = lambda device: "cpu"  # type: ignore[attr-defined]
     bits = module_of("auto_round", "utils.bit_packing")
     sys.modules |= {"auto_round.utils": utils, "auto_round.utils.bit_packing": bits}
@@ -394,7 +395,7 @@ CASES: dict[str, Callable[[], Result]] = {
 
 
 def make(name: str) -> int:
-    """Write a case's folder, replacing it; its bytes."""
+    """Write the folder of a case, replacing an old one. Returns its size in bytes."""
     torch.manual_seed(0)
     config, tensors, values = CASES[name]()
     folder = DATA / name

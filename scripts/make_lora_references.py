@@ -158,7 +158,7 @@ def make(name: str, folder: Path) -> tuple[int, dict[str, Any]]:
             break
     shutil.rmtree(folder, ignore_errors=True)
     for parameter_name, parameter in model.named_parameters():
-        dtype = case.dtype if "lora_" in parameter_name else "float16"  # of copies
+        dtype = case.dtype if "lora_" in parameter_name else "float16"  # copies of whole modules
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model.save_pretrained(folder)
     (folder / "README.md").unlink()

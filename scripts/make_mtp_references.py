@@ -56,7 +56,8 @@ MIMO = Names(
 
 @dataclass(frozen=True)
 class Case:
-    """less: what the weights of norms lack of what they multiply by."""
+    """A model with a predicting layer. less: the number that must be added to stored weights of
+    norms to get the factors."""
 
     module: str
     layer: str
@@ -108,7 +109,7 @@ class Predictor:
         self._tensor(f"{self.names.projection}.weight", (width, 2 * width))
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Random values, noted under that name."""
+        """Make random values, and store them under this name."""
         if len(shape) > 1:
             values = self._random.normal(0, shape[-1] ** -0.5, shape)
         elif "norm" in name:
@@ -146,7 +147,7 @@ class Predictor:
 
 
 def reference(name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of a case, and what is stored with them."""
+    """The tensors of a case, and the arrays that are stored with them."""
     predictor = Predictor(name)
     with np.load(predictor.folder / "reference.npz") as arrays:
         tokens = arrays["prompt_ids"].tolist()

@@ -189,7 +189,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def find_cases() -> dict[str, Case]:
-    """All of them, by name."""
+    """All cases by name."""
     files = sorted(DATA.glob(f"*/{PUBLISHED}"))
     return {
         file.parent.name: Case(json.loads(file.read_text()), **OPTIONS.get(file.parent.name, {}))
@@ -215,15 +215,15 @@ AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)
 
 
 def transformers_config(published: Mapping[str, Any]) -> PreTrainedConfig:
-    """Returns transformers' config, made of one in the published spelling."""
+    """Returns transformers' config for a config in the published spelling."""
     # for_model keeps nested dicts and fills them in: it gets its own.
     keys: dict[str, Any] = json.loads(json.dumps(published))
     return AutoConfig.for_model(keys.pop("model_type"), **keys)
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Returns the auto class that makes a model of such a config, one that also sees with all its
-    parts."""
+    """Returns the auto class for such a config: for a model that also sees, the one that has all of
+    its parts."""
     sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
@@ -254,9 +254,9 @@ def random_weight(
     ):
         # Small beside what the layers add, or tied embeddings would repeat the last token for ever.
         return rng.normal(0.0, embedding, shape)
-    if name.endswith("router.proj.weight"):  # what it gives is divided by the root of the width
+    if name.endswith("router.proj.weight"):  # its logits are divided by the root of the width
         return rng.normal(0.0, 1.5, shape)
-    if name.endswith("A_log"):  # what came long ago must matter
+    if name.endswith("A_log"):  # so that early tokens matter
         return rng.uniform(-4.0, 0.0, shape)
     peaked = ("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "mlp.gate.weight")
     peaked += ("router.weight", "c_attn.weight", "query_key_value.weight")
@@ -389,7 +389,7 @@ def transpose_experts(file: Path) -> None:
 
 
 def long_answers(model: PreTrainedModel, seed: int) -> dict[str, Any]:
-    """The arrays of long.npz, from the first seed from this one on whose prompt is fair."""
+    """The arrays of long.npz, from the first seed, counted from `seed`, whose prompt is fair."""
     for prompt_seed in itertools.count(seed):
         rng = np.random.default_rng(prompt_seed)
         prompt_ids = rng.integers(3, model.config.get_text_config().vocab_size, LONG_TOKENS)
@@ -400,7 +400,7 @@ def long_answers(model: PreTrainedModel, seed: int) -> dict[str, Any]:
 
 
 def hidden_states(model: PreTrainedModel, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """[tokens, hidden_size], after the last norm, from one pass."""
+    """The hidden states after the last norm, from one pass, [tokens, hidden_size]."""
     with torch.no_grad():
         out = model(torch.from_numpy(token_ids)[None], output_hidden_states=True)
     states: NDArray[np.float32] = out.hidden_states[-1][0].numpy()
@@ -408,7 +408,8 @@ def hidden_states(model: PreTrainedModel, token_ids: NDArray[np.int64]) -> NDArr
 
 
 def batch_answers(model: PreTrainedModel, seed: int) -> dict[str, Any]:
-    """The arrays of batch.npz, each prompt from the first seed from this one on that is fair."""
+    """The arrays of batch.npz; each prompt is from the first seed, counted from `seed`, that is
+    fair."""
     prompts, rests = [], []
     for length in BATCH_PROMPTS:
         for prompt_seed in itertools.count(seed):
@@ -474,7 +475,7 @@ def main() -> None:
     names = parser.parse_args().cases or list(CASES)
     if unknown := set(names) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; the cases are {', '.join(CASES)}")
-    logging.set_verbosity_error()  # else it warns of every step beyond max_position_embeddings
+    logging.set_verbosity_error()  # it would warn of every step beyond max_position_embeddings
     logging.disable_progress_bar()
     for name in names:
         seed, reference = make(name, DATA / name)

@@ -72,7 +72,7 @@ def all_logits() -> list[NDArray[np.float32]]:
 
 
 def tiny_model() -> LlamaForCausalLM:
-    """Something that has generate()."""
+    """A tiny model, because generate() needs one."""
     config = LlamaConfig(
         vocab_size=8,
         hidden_size=8,
@@ -133,7 +133,7 @@ def references() -> dict[str, NDArray[Any]]:
 
 
 def fields() -> dict[str, Any]:
-    """Every field that a generation_config.json can have, and what it is without one."""
+    """Every field that a generation_config.json can have, and its default."""
     config = GenerationConfig()
     names = [name for name in vars(config) if not name.startswith("_")]
     return {name: config._get_default_generation_params().get(name) for name in names}

@@ -1,11 +1,12 @@
-"""A model folder in the shape of a published model, with random weights: for what takes a folder.
+"""Makes a model folder in the shape of a published model, with random weights.
 
     python scripts/make_shape.py llama-3.1-8b /tmp/llama-3.1-8b
     infer serve /tmp/llama-3.1-8b --quantize q4 --max-batch 32
     python scripts/make_shape.py qwen3-30b-a3b /tmp/experts --layers 6 --seed 1
 
-`infer bench --shape` needs no files; what loads a model does: a server under load (load.py), above
-all. The tokenizer is the demo's. Ids that it does not have read as <|id|>, and none ends an answer.
+A server under load (load.py), and anything else that loads a model, needs such a folder; `infer
+bench --shape` does not. The tokenizer is the demo's. Ids that it does not have read as <|id|>, and
+no id ends an answer.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from infer.models import build_model
 from infer.models.loading.config import RawConfig
 from infer.models.loading.shapes import SHAPES
 
-PERIOD = 16_777_213  # values, and then the same ones again: prime, so that no two rows are alike
+PERIOD = 16_777_213  # values until they repeat; prime, so that no two rows are alike
 
 
 def main() -> None:
@@ -47,8 +48,8 @@ def main() -> None:
 
 
 def write(shape: str, folder: Path, layers: int | None = None, seed: int = 0) -> None:
-    """Raises RequestError for a folder that is there already, and for layers that the shape does
-    not have."""
+    """Write the model folder. Raises RequestError if the folder exists, or if the shape has fewer
+    layers."""
     if folder.exists():
         raise RequestError(f"{folder} is there already. Name another folder.")
     config = first_layers(shape, layers)
@@ -60,7 +61,7 @@ def write(shape: str, folder: Path, layers: int | None = None, seed: int = 0) ->
 
 
 def first_layers(shape: str, layers: int | None) -> dict[str, Any]:
-    """The config of a shape, with so many layers (None: all of them)."""
+    """The config of a shape with its first `layers` layers (None: all of them)."""
     config = copy.deepcopy(SHAPES[shape])
     count = config["num_hidden_layers"]
     if layers is None:
@@ -116,7 +117,7 @@ def _bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def _parts(values: NDArray[np.uint16], at: int, count: int) -> Iterator[NDArray[np.uint16]]:
-    """So many values from there on, round and round."""
+    """`count` values from the place `at` on, starting again at the end."""
     while count:
         part = values[at : at + count]
         yield part

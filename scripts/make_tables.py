@@ -1,5 +1,5 @@
-"""The README's tables of models and formats, from the registries in models/, and the table of
-kernels by hand of docs/python.md, from their signatures.
+"""Writes the tables of docs/models.md, from the registries in models/, and the table of functions
+in docs/python.md, from their signatures.
 
 python scripts/make_tables.py            write them between the documents' markers
 python scripts/make_tables.py --check    exit with 1 where they are not what is written there
@@ -27,11 +27,11 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def readme() -> dict[str, str]:
-    """Each table of the README by the name in its markers."""
-    models = {name: entry.published for name, entry in ARCHITECTURES.items()}
-    models |= {name: f"{published}: text alone" for name, published in MULTIMODAL.items()}
-    rows = ((f"`{name}`", published) for name, published in sorted(models.items()))
+def models() -> dict[str, str]:
+    """Each table of docs/models.md by the name in its markers."""
+    published = {name: entry.published for name, entry in ARCHITECTURES.items()}
+    published |= {name: f"{text}: text alone" for name, text in MULTIMODAL.items()}
+    rows = ((f"`{name}`", text) for name, text in sorted(published.items()))
     formats = ((entry.name, entry.bits, entry.detail) for entry in FORMATS.values())
     return {
         "models": table(("`model_type`", "for example"), rows),
@@ -59,7 +59,7 @@ def called(name: str, function: Callable[..., Any]) -> list[str]:
     return [f"`{name}`", ", ".join(takes), ", ".join(options), str(signature.return_annotation)]
 
 
-DOCUMENTS = {"README.md": readme, "docs/python.md": python}
+DOCUMENTS = {"docs/models.md": models, "docs/python.md": python}
 
 
 def filled(text: str, tables: dict[str, str]) -> str:

@@ -93,7 +93,7 @@ GOES_ON: dict[str, Any] = {"continue_final_message": True}
 
 
 def in_parts(messages: Messages, *roles: str) -> Messages:
-    """With the contents of these roles, or of all, as parts."""
+    """The messages with contents as lists of parts, for these roles or for all."""
     return [
         {**m, "content": [{"type": "text", "text": m["content"]}]}
         if m["role"] in roles or not roles
@@ -103,7 +103,8 @@ def in_parts(messages: Messages, *roles: str) -> Messages:
 
 
 def called(text: bool = False, **content: str | None) -> Messages:
-    """A call, whose arguments are an object or text, and whose message has this content."""
+    """A chat with a call and its result. text: whether the arguments of the call are JSON text.
+    content: the content of the message with the call, or nothing."""
     arguments: Any = {"city": "Köln", "days": 2}
     arguments = json.dumps(arguments, ensure_ascii=False) if text else arguments
     call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}

@@ -56,7 +56,8 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Quality:
-    """One variant of a model on `tokens` tokens. decode_: of forced decoding of decode_tokens."""
+    """The quality of one variant of a model on `tokens` tokens. Fields that begin with decode_ are
+    of forced decoding of decode_tokens tokens."""
 
     model: str
     variant: str
@@ -100,7 +101,7 @@ def file_texts(llm: infer.LLM, path: Path) -> Iterator[list[int]]:
 
 
 def enough(texts: Iterator[list[int]], tokens: int, longest: int) -> list[list[int]]:
-    """Texts of so many tokens together, each cut to the longest that is possible."""
+    """Texts until they have `tokens` tokens together, each cut to `longest` tokens."""
     chosen: list[list[int]] = []
     for ids in texts:
         if sum(map(len, chosen)) >= tokens:
@@ -119,13 +120,14 @@ def log_softmax(logits: Floats) -> Floats:
 
 
 def scored(llm: infer.LLM, texts: Sequence[list[int]]) -> list[Floats]:
-    """Log probabilities after every token of each text but the last, by the kernels of prefill."""
+    """The log probabilities after every token of each text except the last, computed by the kernels
+    of prefill."""
     return [log_softmax(llm.logits(ids)[:-1]) for ids in texts]
 
 
 def decoded(llm: infer.LLM, texts: Sequence[list[int]]) -> list[Floats]:
-    """Returns the log probabilities of decode: each token of a text is forced after the one
-    before."""
+    """Returns the log probabilities computed by the kernels of decode: each token of a text is
+    forced after the one before."""
     return [log_softmax(forced(llm, ids)) for ids in texts]
 
 
@@ -145,7 +147,8 @@ def forced(llm: infer.LLM, ids: list[int]) -> Floats:
 
 
 def compare(got: Sequence[Floats], exact: Sequence[Floats]) -> tuple[Floats, float]:
-    """The divergence at each position, and how often the most probable token is the same."""
+    """The divergence at each position, and the share of positions with the same most probable
+    token."""
     kl = [(np.exp(p) * (p - q)).sum(axis=1) for p, q in zip(exact, got, strict=True)]
     same = [p.argmax(axis=1) == q.argmax(axis=1) for p, q in zip(exact, got, strict=True)]
     return np.concatenate(kl), float(np.concatenate(same).mean())
@@ -165,7 +168,7 @@ def perplexity(log_probabilities: Sequence[Floats], texts: Sequence[list[int]]) 
 def measure(
     model: str, text: Path | None, tokens: int, decode_tokens: int, device: str | None
 ) -> Iterator[Quality]:
-    """One Quality for each variant, the stored model first."""
+    """The quality of each variant, the stored model first."""
     texts: list[list[int]] = []
     few: list[list[int]] = []
     exact: tuple[list[Floats], list[Floats]] = ([], [])

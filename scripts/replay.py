@@ -80,7 +80,8 @@ class Request:
 
 
 class Session:
-    """What an agent asks. A conversation is a list of messages, and a message a list of ids."""
+    """The requests of a coding agent. A conversation is a list of messages, and a message is a list
+    of ids."""
 
     def __init__(
         self, sizes: Sizes, vocab_size: int, send: Callable[[Request], Sequence[Ids]]
@@ -141,7 +142,7 @@ class Session:
             self._answer(load, conversation)
 
     def _answer(self, load: str, conversation: list[Ids]) -> None:
-        """The answer becomes the last message."""
+        """Ask for an answer to a conversation, and add it as the last message."""
         conversation += self._ask(load, conversation)
 
     def _ask(self, load: str, *conversations: list[Ids], cancelled: bool = False) -> Sequence[Ids]:
@@ -160,23 +161,23 @@ class Session:
 
 
 class Ideal:
-    """A cache that keeps every position."""
+    """A cache that keeps every position, to compare with."""
 
     def __init__(self) -> None:
         self._computed: list[NDArray[np.int64]] = []
 
     def add(self, ids: Sequence[int]) -> None:
-        """All these positions were computed."""
+        """Note that these positions were computed."""
         self._computed.append(np.array(ids))
 
     def rows(self, prompt: Sequence[int]) -> int:
-        """How many rows of the prompt have to be computed: at least the last."""
+        """How many rows of a prompt must be computed with an ideal cache: at least the last row."""
         cached = max((_common(np.array(prompt), ids) for ids in self._computed), default=0)
         return len(prompt) - min(cached, len(prompt) - 1)
 
 
 def _common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    """How many first ids are the same."""
+    """How many ids at the beginning of two lists are equal."""
     length = min(len(a), len(b))
     unlike = np.flatnonzero(a[:length] != b[:length])
     return int(unlike[0]) if unlike.size else length
@@ -190,7 +191,7 @@ class Beside:
 
     def __init__(self, llm: infer.LLM) -> None:
         self._llm, self._stopped = llm, threading.Event()
-        self._times: list[list[float]] = []  # of the tokens, for one answer after the other
+        self._times: list[list[float]] = []  # times of tokens, a list for each answer
         self._error: BaseException | None = None
 
     @contextmanager
@@ -245,7 +246,8 @@ class Load:
 
 
 def replay(llm: infer.LLM, sizes: Sizes) -> list[Load]:
-    """The session, and the stream beside, on a model whose cache is empty."""
+    """Play the session, with a stream beside it, on a model whose cache is empty. Returns the
+    results of each kind of request."""
     params = infer.SamplingParams(temperature=0.0, max_tokens=sizes.answer, ignore_eos=True)
     ideal, beside = Ideal(), Beside(llm)
     loads: dict[str, Load] = {}
@@ -279,8 +281,8 @@ def replay(llm: infer.LLM, sizes: Sizes) -> list[Load]:
 
 
 def cancel(llm: infer.LLM, prompt: Ids, params: infer.SamplingParams) -> int:
-    """Sends a request and cancels it after the step with which half of its prompt is computed.
-    Returns how many of its positions are: all of them, where a single step computes them."""
+    """Send a request and cancel it after the step that completes half of its prompt. Returns how
+    many positions of the prompt were computed: all of them, if a single step computes them."""
     engine = llm.engine
     with llm.stream(prompt, params) as stream:
         thread = threading.Thread(target=next, args=(stream, None))
@@ -338,7 +340,7 @@ def main() -> None:
             name = f"{stack.enter_context(TemporaryDirectory())}/{args.shape}"
             write_shape(args.shape, Path(name), args.layers)
         llm = stack.enter_context(infer.load(name, **given))
-        llm.engine.compile_batches(infer.SamplingParams(temperature=0.0).resolved({}))
+        llm.engine.runner.compile_batches(infer.SamplingParams(temperature=0.0).resolved({}))
         llm.generate(prompts=[[BESIDE] * min(512, sizes.system)] * 2, max_tokens=2)
         llm.engine.forget()
         loads = replay(llm, sizes)

@@ -60,19 +60,20 @@ PERSON = {
 
 
 def endless(item: dict[str, Any]) -> dict[str, Any]:
-    """So that all answers are equally long."""
+    """A schema of lists with at least 100,000 items, so that all answers run to their last
+    token."""
     return {"type": "array", "items": item, "minItems": 100_000}
 
 
 def unbounded(schema: Any) -> Any:
-    """The same, with strings of any length."""
+    """A copy of the schema whose strings may have any length."""
     if isinstance(schema, dict):
         return {name: unbounded(part) for name, part in schema.items() if name != "maxLength"}
     return [unbounded(part) for part in schema] if isinstance(schema, list) else schema
 
 
 def words(size: int) -> Tokenizer:
-    """A tokenizer of so many tokens: bytes, numbers, what JSON has between words, and words."""
+    """A tokenizer of `size` tokens: bytes, numbers, punctuation of JSON, and words."""
     draw = random.Random(0)
     vocab = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     others = [str(n) for n in range(1000)]
@@ -113,7 +114,7 @@ def main() -> None:
         constraints = Constraints(tokenizer, engine.vocab_size)
         bench = EngineBench(engine, 1.0, args.repeats, lambda test, run, runs: None)
         schemas = {"held": endless(unbounded(PERSON)), "bounded": endless(PERSON)}
-        engine.steps.compile_batches()  # as a server does
+        engine.runner.steps.compile_batches()  # as a server does
         for count in clients:
             sizes = count, args.prompt_tokens, args.decode_tokens
             own = {"free": bench.load(*sizes)}

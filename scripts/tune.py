@@ -1,4 +1,4 @@
-"""The sweep behind the rules for variants of kernels: every variant, where a model runs it.
+"""Measures every variant of a kernel in the steps of a model: the sweep behind the rules of tuning.
 
     python scripts/tune.py --shape llama-3.1-8b                       matmul_vec, in decode
     python scripts/tune.py --shape llama-3.1-8b --kernel matmul       in prefill
@@ -71,7 +71,7 @@ from infer.loading import DTYPES
 from infer.memory import DEFAULT_CONTEXT
 from infer.models.loading.shapes import PUBLISHED, SHAPES
 
-# The rule for each kernel, and what is tried: the values of its variant's fields.
+# The rule for each kernel, and the values to try for each field of its variant.
 RULES: dict[str, Callable[..., Any]] = {
     "matmul_vec": matmul_vec_variant,
     "head_linear": head_linear_variant,
@@ -144,7 +144,7 @@ GRIDS: dict[str, dict[str, tuple[int, ...]]] = {
 }
 # The others are decode's.
 PREFILL = ("matmul", "matmul_int8", "matmul_matrix", "ssm_scan", "delta_rule")
-FEW_ROWS = 8  # of matmul_rows, where --step-rows does not say
+FEW_ROWS = 8  # rows for matmul_rows without --step-rows
 # Kernels that the rule of another is for as well, and those that finish the work of another.
 ALIKE = {"expert_matmul_vec": "matmul_vec", "attention_decode": "attention"}
 SECOND = ("attention_combine", "matmul_combine")
@@ -154,7 +154,7 @@ STAND_INS = (matmul_lanes_variant, matmul_matrix_variant, expert_matrix_variant)
 
 
 def valid(kernel: str, variant: Any, engine: Engine) -> bool:
-    """Whether a kernel can be of that variant on this device."""
+    """Whether a kernel can be compiled in this variant on this device."""
     limits, lanes = engine.device.limits, engine.device.subgroup_size
     if kernel == "matmul_vec":
         whole = lanes > 0 and variant.team % engine.device.largest_subgroup == 0
@@ -204,15 +204,15 @@ def valid(kernel: str, variant: Any, engine: Engine) -> bool:
     return bool(
         variant.m_size * variant.n_size <= limits.max_invocations
         and variant.storage <= limits.workgroup_storage
-        and 128 % variant.rows == 0  # what activations are padded to
+        and 128 % variant.rows == 0  # activations are padded to 128 rows
         and loads
     )
 
 
 def serves(variant: Any, *call: Any) -> bool:
-    """Whether a variant can do what one call of the rule asks for."""
+    """Whether a variant can do what this call of the rule asks for."""
     if isinstance(variant, MatrixVariant):
-        if len(call) == 2:  # of experts, whose tiles have as many rows as were sorted for them
+        if len(call) == 2:  # experts: tiles have the rows that were sorted for them
             return (variant.rows, variant.splits) == (call[0], 1)
         return variant.splits == 1 or bool(call[-1])
     if isinstance(variant, TileVariant):
@@ -242,8 +242,8 @@ class Result:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The dispatches of one shape in a plan: `calls` of the kernel, which is of that variant, and
-    what belongs to each."""
+    """The dispatches of one shape in a plan. calls: how often the kernel runs. variant: the variant
+    that it is of. dispatches: the kernel's dispatches, and those that finish their work."""
 
     label: str
     variant: Any
@@ -256,12 +256,13 @@ class Group:
 
 
 class ForcedTuning(Tuning):
-    """The rules, but one kernel is of one variant wherever it can be (None: nowhere)."""
+    """The rules of tuning, except that one kernel uses a given variant wherever it can (None:
+    nowhere)."""
 
     def __init__(self, device: Device, kernel: str, variant: Any) -> None:
         super().__init__(device)
         self.kernel, self.variant = kernel, variant
-        self.last: Any = None  # what the kernel is of that is now being emitted
+        self.last: Any = None  # the variant of the kernel that is being emitted
 
     def choose(self, rule: Callable[..., Any], *call: Any) -> Any:
         own = rule is RULES[self.kernel]
@@ -271,7 +272,7 @@ class ForcedTuning(Tuning):
         if self.kernel in OTHERS and rule in STAND_INS:
             return None
         if own and rule is matmul_rows_variant:
-            rule = possible_variant  # also where tiles are chosen
+            rule = possible_variant  # used also where tiles are chosen
         chosen = rule(self, *call)
         if not own:
             return chosen
@@ -283,7 +284,7 @@ class ForcedTuning(Tuning):
 
 
 class ForcedLowering(Lowering):
-    """Knows what variant each kernel is of."""
+    """A lowering that remembers the variant of each kernel."""
 
     def __init__(
         self, target: Target, graph: Graph, step: Buffer, output: Buffer, tuning: ForcedTuning
@@ -318,7 +319,7 @@ class Sweep:
         self.values = GRIDS[kernel] | (values or {})
         few = kernel == "matmul_rows"
         self.prefill = kernel in PREFILL or few
-        whole = FEW_ROWS if few else engine.steps.rows["prefill"] if self.prefill else 1
+        whole = FEW_ROWS if few else engine.runner.kinds.chunk if self.prefill else 1
         self.rows = rows or whole
         lowering = self._lower(None)
         rules = list(dict.fromkeys(lowering.variants.values()))
@@ -328,7 +329,7 @@ class Sweep:
                 "--kernel."
             )
         place_step(engine, [0] * self.rows, 0)
-        plan = lowering.place(engine.steps.arena)
+        plan = lowering.place(engine.runner.steps.arena)
         run(engine.device, [*plan.body, *plan.head], self.rows, self.rows)  # sensible activations
         self.groups = self._groups(lowering)
         if not self.groups:
@@ -361,15 +362,21 @@ class Sweep:
     def _lower(self, variant: Any) -> ForcedLowering:
         """The model with this variant of the kernel everywhere, or with the rules' for None."""
         engine = self.engine
-        graph = Graph(engine.model.forward(engine.weights, engine.steps.ropes, engine.steps.caches))
+        graph = Graph(
+            engine.model.forward(
+                engine.weights, engine.runner.caches.ropes, engine.runner.caches.layers
+            )
+        )
         tuning = ForcedTuning(engine.device, self.kernel, variant)
         target = Target(engine.device, StepKind(self.rows, logits=1), tuning, engine.options.fuse)
         rewrite(graph, target, {})
-        return ForcedLowering(target, graph, engine.steps.step, engine.steps.logits, tuning)
+        return ForcedLowering(
+            target, graph, engine.runner.steps.step, engine.runner.steps.logits, tuning
+        )
 
     def _groups(self, lowering: ForcedLowering) -> list[Group]:
         """The dispatches of each shape in order, with those that finish their work."""
-        plan = lowering.place(self.engine.steps.arena)
+        plan = lowering.place(self.engine.runner.steps.arena)
         found: dict[str, list[Dispatch]] = {}
         calls: dict[str, int] = {}
         variants: dict[str, Any] = {}
@@ -396,8 +403,8 @@ class Sweep:
         return " ".join(w for w in words if not self.prefill or w not in ("bias", "residual"))
 
     def compile(self, variants: Sequence[Any]) -> dict[Any, ForcedLowering | str]:
-        """The model for each of the variants, without the kernels that cannot be compiled: the
-        error for a variant of which none is left."""
+        """The lowered model for each variant, without kernels that do not compile; or, if no kernel
+        of that variant is left, the error."""
         lowered = {variant: self._lower(variant) for variant in variants}
         specs = dict.fromkeys(k.spec for low in lowered.values() for k in low.kernels)
         with ThreadPoolExecutor(max_workers=8) as pool:
@@ -420,7 +427,7 @@ class Sweep:
     def measure(
         self, lowering: ForcedLowering, kv_len: int, repeats: int, done: set[Any]
     ) -> list[Result]:
-        """A result for each shape, but for kernels that are in `done`, and add them to it."""
+        """A result for each shape whose kernels are not in `done`; they are added to it."""
         groups = [g for g in self._groups(lowering) if (g.label, kv_len, g.specs) not in done]
         done.update((g.label, kv_len, g.specs) for g in groups)
         place_step(self.engine, [0] * self.rows, kv_len - self.rows)
@@ -448,7 +455,8 @@ class Sweep:
     def results(
         self, kv_lens: Sequence[int], repeats: int, seconds: float, batch: int = 8
     ) -> Iterator[tuple[int, Any, list[Result] | str]]:
-        """(number, variant, results or an error) of the variants, until the time is over."""
+        """Yields (number, variant, results or an error) for the variants, until the time is
+        over."""
         end = time.perf_counter() + seconds
         done: set[Any] = set()
         for start in range(0, len(self.variants), batch):
@@ -464,7 +472,8 @@ class Sweep:
 
 
 def numbers(variant: Any) -> dict[str, int]:
-    """The fields of a variant that vary: all but the shape of an adapter's matrices."""
+    """The fields of a variant that vary, which are all but the shape of a LoRA adapter's
+    matrices."""
     return {name: int(value) for name, value in asdict(variant).items() if name != "shape"}
 
 
@@ -582,7 +591,8 @@ def _run(sweep: Sweep, name: str, options: argparse.Namespace) -> None:
 
 
 def _line(sweep: Sweep, results: Sequence[Result]) -> str:
-    """The times, by the numbers of the shapes; with another variant one may be named otherwise."""
+    """The times of a variant, each behind the number of its shape. A shape that is labelled
+    differently with this variant stands with its label."""
     names = {group.label: str(index) for index, group in enumerate(sweep.groups, 1)}
     return "  ".join(
         f"[{names.get(r.kernel, r.kernel)}] {1e6 * r.seconds:.2f}{'*' if r.chosen else ''}"

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from infer.engine.draft import Loaded
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
+from infer.engine.steps import Loaded
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.native import NativeDevice
@@ -91,7 +91,7 @@ def build_engine(
         smaller, checkpoint = open_model(draft)
         plan = plan_weights(smaller.weights(), checkpoint, None, smaller.ignorable)
         drafts = Loaded(smaller, load_weights(device, plan.joined()))
-    return Engine(device, model, weights, EngineOptions(**own), beside, drafts)
+    return Engine(device, Loaded(model, weights, beside), EngineOptions(**own), drafts)
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,8 @@ class FakeEngine:
         raise NotImplementedError
 
     async def stats(self) -> EngineStats:
-        cache = PoolStats(4, 1, 5, 6, 7, page_size=16, states=2, state_places=3)
+        own: dict[str, Any] = {"states": 2, "state_places": 3, "window": 20}
+        cache = PoolStats(4, 1, 5, 6, 7, 16, **own, window_pages=9, window_pages_used=8)
         return EngineStats(MemoryStats(0, 0, 0, 0, 0), cache, 1, 2, 3, 4, 7, 3, kv_dtype="q8")
 
     async def save_cache(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 
 import infer
 from infer import LLM
+from infer.engine.scheduler import Decode, Events, Prefill
 from infer.hub import DEMO
 
 pytestmark = pytest.mark.demo
@@ -32,7 +33,7 @@ def is_idle(llm: LLM) -> bool:
     llm.generate("One", max_tokens=1)
     engine = llm.engine
     step = engine.scheduler.next(lambda position: 1)
-    return not (engine.pool.stats.in_use or engine._answers or step)
+    return not (engine.pool.stats.in_use or engine.jobs.of or step)
 
 
 async def text_of(llm: LLM, prompt: str) -> str:
@@ -47,13 +48,13 @@ def test_tasks_are_answered_together(
     llm: LLM, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads: list[int] = []
-    decode = llm.engine._decode
 
-    def counted(work: Any) -> None:
-        loads.append(len(work.sequences))
-        decode(work)
+    class Counted(Events):
+        def submits(self, work: Sequence[Prefill] | Decode) -> None:
+            if isinstance(work, Decode):
+                loads.append(len(work.sequences))
 
-    monkeypatch.setattr(llm.engine, "_decode", counted)
+    monkeypatch.setattr(llm.engine, "events", Counted())
 
     async def main() -> None:
         assert await asyncio.gather(*(text_of(llm, prompt) for prompt in PROMPTS)) == expected

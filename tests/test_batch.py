@@ -16,14 +16,14 @@ from engines import Answer, answer, build_engine
 from marks import others_full
 from reference_models import batch_cases, load, load_batch, relative_error, tolerance_of
 
+import infer.engine.kinds
 import infer.engine.scheduler
 import infer.engine.steps
 from infer.engine.answers import Answer as Running
-from infer.engine.engine import Engine
+from infer.engine.engine import Engine, Events
 from infer.engine.options import EngineOptions
 from infer.engine.pace import Pace
-from infer.engine.scheduler import Prefill
-from infer.engine.steps import PACKED
+from infer.engine.scheduler import Decode, Prefill
 from infer.engine.token_engine import Step
 from infer.kernels.errors import ModelError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.device import Device
@@ -115,13 +115,13 @@ def test_answers_of_a_batch_are_those_alone(engine_of: Callable[..., Engine], ca
 def prompts_of_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many prompts have rows in each step of prefill that will be."""
     counts: list[int] = []
-    prefill = engine._prefill
 
-    def counted(work: Sequence[Prefill]) -> None:
-        counts.append(len(work))
-        prefill(work)
+    class Counted(Events):
+        def submits(self, work: Sequence[Prefill] | Decode) -> None:
+            if not isinstance(work, Decode):
+                counts.append(len(work))
 
-    monkeypatch.setattr(engine, "_prefill", counted)
+    engine.events = Counted()
     return counts
 
 
@@ -161,28 +161,28 @@ def test_prompts_share_steps_by_the_rules_for_a_gpu(
             prompts = [ids[i : i + length] for i, length in enumerate(lengths)]
             alone = [answer(engine, prompt, 2) for prompt in prompts]
             engine.forget()
-            engine.pace = Pace(1, engine.pace.kinds)  # not known: nothing is cut
+            engine.runner.pace = Pace(1, engine.runner.pace.kinds)  # not known: nothing is cut
             running = [begin(engine, prompt, 2) for prompt in prompts]
             for item, own in zip(running, alone, strict=True):
                 assert_same(of(list(item)), own)
-        seen = [kind for kind, _ in engine.steps._plans if kind.startswith(PACKED)]
-    short = [f"{PACKED}prefill of {rows}" for rows in (16, 32, 64, 128)]
-    assert seen == [*short, f"{PACKED}prefill"]
+        packed = engine.runner.kinds.packed
+        seen = [kind for kind in packed if kind in engine.runner.steps.lowered]
+    assert [kind.rows for kind in seen] == [256, 128, 64, 32, 16]
 
 
 def test_one_prompt_alone_takes_nothing_of_several(engine_of: Callable[..., Engine]) -> None:
     """Prompts whose layers have a state, or whose bits are to depend on nobody, share no steps."""
     engine = engine_of("llama", max_batch=3)
     assert len(answer(engine, prompts_of("llama")[0], STEPS).token_ids) == STEPS
-    assert not any(kind.startswith(PACKED) for kind, _ in engine.steps._plans)
+    assert not any(kind in engine.runner.steps.lowered for kind in engine.runner.kinds.packed)
     for case, options in (
         ("lfm2", {}),
         ("llama", {"invariant": True}),
         ("llama", {"max_batch": 1}),
     ):
         engine = engine_of(case, **{"max_batch": 3} | options)
-        assert engine.steps.prompts == 1
-        assert not engine.steps.packed
+        assert engine.runner.kinds.prompts == 1
+        assert not engine.runner.kinds.packed
 
 
 def test_every_kind_has_stored_answers() -> None:
@@ -224,7 +224,7 @@ def test_every_size_of_a_batch(
     own_device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, rows: int
 ) -> None:
     """A GPU has plans for batches of several sizes; a CPU has one."""
-    monkeypatch.setattr(infer.engine.steps, "_batches", lambda *_: [rows])
+    monkeypatch.setattr(infer.engine.kinds, "_batches", lambda *_: [rows])
     check_batch(own_device, tmp_path / case, case, rows, steps=5)
 
 
@@ -373,7 +373,7 @@ def test_equal_prompts_are_computed_once(engine_of: Callable[..., Engine], case:
     running = [begin(engine, ids) for _ in range(6)]
     for item in running:
         assert_same(of(list(item)), expected)
-    most = 1 if engine.saved is None else 8
+    most = 1 if engine.runner.caches.saved is None else 8
     computed = [item.timings.prefilled_tokens for item in running]
     assert computed == [len(ids), *[most] * 5]
 
@@ -555,13 +555,13 @@ def test_nothing_is_left_of_many_answers(
     for item in [begin(engine, ids, seed=1, logprobs=3, **SAMPLED) for ids in 4 * soak.stems[:1]]:
         list(item)  # buffers that grow have their full size
     known = -1
-    while known < (known := len(engine.recordings)):  # a GPU has many kinds of step
+    while known < (known := engine.runner.recordings.count):  # a GPU has many kinds of step
         soak.run(20, seed=known)
     engine.settle()
 
     def left() -> tuple[Any, ...]:
         assert engine.scheduler.idle
-        assert [*engine._answers, *engine._inbox, *engine.submissions.in_flight] == []
+        assert [*engine.jobs.of, *engine._inbox, *engine.runner.submissions.in_flight] == []
         stats = engine.pool.stats
         assert (stats.in_use, stats.cached + stats.free) == (0, engine.options.pages)
         assert sorted(engine.scheduler._slots) == list(range(engine.options.max_batch))
@@ -570,13 +570,13 @@ def test_nothing_is_left_of_many_answers(
         memory = engine.device.memory_stats()
         return memory.allocated, memory.pooled, len(engine.device._buffers)
 
-    before, resident, known = left(), resident_bytes(), len(engine.recordings)
+    before, resident, known = left(), resident_bytes(), engine.runner.recordings.count
     preemptions, hits = engine.scheduler.preemptions, engine.pool.stats.hits
     tracemalloc.start()
     try:
         assert soak.run(count, seed=1) > count / 20
         assert left() == before
-        new = len(engine.recordings) - known  # kinds of step that had not come before
+        new = engine.runner.recordings.count - known  # kinds of step that had not come before
         assert tracemalloc.get_traced_memory()[0] < (1 << 17) + new * (1 << 14)
     finally:
         tracemalloc.stop()

@@ -33,9 +33,10 @@ from infer.bench.report import (
     results_table,
 )
 from infer.engine.answers import Answer
-from infer.engine.draft import Loaded
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
+from infer.engine.steps import Loaded
+from infer.engine.token_engine import Request
 from infer.kernels.checks.forward import Forward
 from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryError, RequestError
@@ -131,7 +132,7 @@ def device(compiled: Compiled) -> Iterator[Device]:
 def make_engine(device: Device, config: dict[str, Any], context: int = 256) -> Engine:
     model = build_model(RawConfig(config))
     weights = random_weights(device, list(model.weights()), "bf16")
-    return Engine(device, model, weights, EngineOptions(context=context))
+    return Engine(device, Loaded(model, weights), EngineOptions(context=context))
 
 
 @pytest.fixture
@@ -260,7 +261,7 @@ def test_random_codes_give_finite_logits(device: Device, kind: str) -> None:
         values = forward.run(rows, tokens=range(64))
         assert abs(values.mean()) < 0.01
         assert values.std() * 256**0.5 == pytest.approx(1, rel=0.4)
-        engine = Engine(device, model, weights, EngineOptions(context=64))
+        engine = Engine(device, Loaded(model, weights), EngineOptions(context=64))
         (step,) = engine.generate(
             [1, 2, 3], replace(measure.GREEDY, max_tokens=1), with_logits=True
         )
@@ -414,19 +415,19 @@ def serving(
         cache_positions=6 * 256,
         speculate=speculate,
     )
-    return Engine(device, model, weights, options, draft=draft)
+    return Engine(device, Loaded(model, weights), options, draft)
 
 
 def begun(engine: Engine) -> list[Answer]:
     """All that the engine begins from now on."""
     answers: list[Answer] = []
-    generate = engine.generate
+    begin = engine.answer
 
-    def noting(ids: Sequence[int], params: SamplingParams, **options: Any) -> Answer:
-        answers.append(generate(ids, params, **options))
+    def noting(request: Request) -> Answer:
+        answers.append(begin(request))
         return answers[-1]
 
-    engine.generate = noting  # type: ignore[assignment]
+    engine.answer = noting  # type: ignore[method-assign]
     return answers
 
 
@@ -447,7 +448,8 @@ def test_drafts_are_as_right_as_decreed(
         row = measure.EngineBench(engine, 1e9, 2, lambda *_: None).drafts(2, 60, 9, accept, 3)
         assert (row.test, row.tokens) == (f"tg60 + 3 x 2 @ d9, {accept:g} right", 120)
         assert row.step_tokens == pytest.approx(step_tokens, rel=0.15)
-        assert engine.speculation is engine.draft is None
+        assert not engine.runner.speculation.is_on
+        assert not engine.runner.drafter.steps
         drafted = [answer.timings.drafted_tokens for answer in answers]
         assert min(drafted) > 30
 
@@ -699,8 +701,10 @@ class Timed(measure.EngineBench):
     """Prefill at so many seconds a token, and decode at as many; nothing is run."""
 
     def __init__(self, per_token: float, context: int) -> None:
-        own = {"context": context, "vocab_size": 9, "forget": lambda: None, "draft": None}
-        engine: Any = SimpleNamespace(**own, verification=SimpleNamespace())
+        own = {"context": context, "vocab_size": 9, "forget": lambda: None}
+        runner = SimpleNamespace(drafter=None)
+        verification = SimpleNamespace(draft_by=lambda _: None)
+        engine: Any = SimpleNamespace(**own, runner=runner, verification=verification)
         super().__init__(engine, 1e9, 1, lambda *_: None)
         self.per_token = per_token
 
@@ -854,15 +858,15 @@ def test_kernel_label_tells_shapes_apart() -> None:
     assert measure.kernel_label(spec) == "matmul_vec K=64 N=32 norm"
 
 
-def test_readme_table_takes_the_newest_report(tmp_path: Path) -> None:
+def test_the_table_takes_the_newest_report(tmp_path: Path) -> None:
     tables = script("bench_table")
     newer = replace(REPORT, date="2026-01-03T00:00:00+00:00", driver="1.3")
     other = replace(REPORT, adapter="B GPU")
     assert tables.newest([newer, REPORT, other]) == [newer, other]
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n", encoding="utf-8")
-    tables.write(readme, tables.table([newer, other]))
-    lines = readme.read_text(encoding="utf-8").splitlines()
+    document = tmp_path / "benchmarks.md"
+    document.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n", encoding="utf-8")
+    tables.write(document, tables.table([newer, other]))
+    lines = document.read_text(encoding="utf-8").splitlines()
     assert (lines[0], lines[-1]) == ("before", "after")
     assert "old" not in lines
     assert lines[2:7] == [
@@ -876,12 +880,12 @@ def test_readme_table_takes_the_newest_report(tmp_path: Path) -> None:
         "|         |",
     ]
     assert sum("tg128" in line for line in lines) == 2
-    readme.write_text("nothing", encoding="utf-8")
+    document.write_text("nothing", encoding="utf-8")
     with pytest.raises(ValueError, match="has no lines"):
-        tables.write(readme, "text")
+        tables.write(document, "text")
 
 
-def test_readme_table_of_many(tmp_path: Path) -> None:
+def test_the_table_of_many(tmp_path: Path) -> None:
     tables = script("bench_table")
     pair = Row("tg32 x 2 @ d128", 64, (0.1,), 640.0, 0.0)
     odd = replace(pair, test="tg32 x 3 @ d128")  # has no column

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import infer
 from infer import LLM
 from infer.cli.answers import Model, Piece, Server
 from infer.cli.app import app
@@ -57,6 +58,12 @@ class Scripted:
     def check_thinking(self) -> None:
         if not self.has_switch:
             raise RequestError("There is no switch.")
+
+    def save_cache(self, path: Path, messages: Sequence[Mapping[str, str]]) -> int | None:
+        return None
+
+    def load_cache(self, path: Path) -> int | None:
+        return None
 
     def answer(
         self, messages: Sequence[Mapping[str, str]], params: Mapping[str, Any]
@@ -288,6 +295,53 @@ def test_a_conversation_is_saved_and_loaded(
     assert f"{path} exists already" in said
     assert said.count("is not a conversation that /save wrote") == 2
     assert "none: No such file" in said
+
+
+@pytest.mark.parametrize("model", ["demo", "other"])
+def test_a_conversation_goes_on_from_what_was_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    """In an engine whose cache is empty; not from another model's file, nor from a damaged one."""
+    path = tmp_path / "talk.json"
+    kv_dtype = "f16" if model == "demo" else "f32"
+    with infer.load("demo") as llm:
+        talk(Model(llm, {}), CAT, f"/save {path}", f"/save {path}")
+        messages = [*users(CAT, MILO, "What colour is a banana?")]
+        expected = llm.chat(messages)
+        begun = len(llm.encode(messages[:2], add_generation_prompt=False))
+    saved = capsys.readouterr().err
+    assert re.search(rf"wrote 2 messages to {path}\nwrote \d+ computed tokens, .* to {path}", saved)
+    assert f"{path} exists already" in saved
+    with infer.load("demo", kv_dtype=kv_dtype) as llm:
+        conversation = talk(Model(llm, {}), f"/load {path}", messages[-1]["content"])
+        found = llm.stats().cache.hits
+    assert conversation.messages[-1]["content"] == expected.text
+    told = capsys.readouterr().err
+    if model == "demo":
+        assert found >= begun - 1
+        assert re.search(r"read 2 messages from .*\nread \d+ computed tokens from ", told)
+    else:
+        assert found == 0
+        again = "note: the messages will be computed again: "
+        assert f"{again}{path}.cache was saved with another kv_dtype (f16; here it is f32)" in told
+        (tmp_path / "talk.json.cache").write_bytes(b"damaged")
+        with infer.load("demo") as llm:
+            talk(Model(llm, {}), f"/load {path}")
+        assert f"{again}The cache cannot be read from {path}.cache" in capsys.readouterr().err
+
+
+def test_a_conversation_is_saved_where_its_cache_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(Scripted):
+        def save_cache(self, path: Path, messages: Sequence[Mapping[str, str]]) -> int | None:
+            raise RequestError("The disk is full.")
+
+    talk(Full(), f"/save {tmp_path / 'empty'}", "Hi", f"/save {tmp_path / 'talk'}")
+    assert json.loads((tmp_path / "talk").read_text())["messages"] == users("Hi", "Yes.")
+    told = capsys.readouterr().err
+    assert told.count("was not saved") == 1
+    assert "note: what is computed of them was not saved: The disk is full.\n" in told
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ def shown(program: str, *arguments: str) -> tuple[str, list[str]]:
     done = connect(program, *arguments)
     assert (done.exit_code, done.stderr) == (0, "")
     own, _, command = done.stdout.rpartition("\nThen start it with:\n\n")
-    return own.partition(":\n\n")[2], shlex.split(command)
+    return own.partition(":\n\n")[2], shlex.split(command.partition("\n\n")[0])
 
 
 def test_what_claude_code_needs(address: str) -> None:
@@ -88,12 +88,23 @@ def test_what_others_need(address: str) -> None:
     (model,) = json.loads(own)["modelProviders"]["openai"]
     assert (model["id"], model["baseUrl"]) == (Engine.name, url)
     assert model["generationConfig"] == {"contextWindowSize": 65_536}
-    _, command = shown("aider", "--url", address)
+    own, command = shown("aider", "--url", address)
     assert command[:4] == ["aider", "--model", f"openai/{Engine.name}", "--openai-api-base"]
+    (about,) = json.loads(own).values()
+    assert about["max_input_tokens"] == about["max_output_tokens"] == 65_536
     _, command = shown("cline", "--url", address)
     assert {url, Engine.name, "none"} < {*command}
     _, command = shown("open-webui", "--url", address)
     assert command[0] == f"OPENAI_API_BASE_URL={url}"
+
+
+def test_remarks_come_with_what_is_written(address: str) -> None:
+    yaml = pytest.importorskip("yaml")
+    for arguments in ((), ("--write",)):
+        told = connect("aider", "--url", address, *arguments).stdout
+        (settings,) = yaml.safe_load(told.partition("settings.yml:\n\n")[2])
+        assert settings == {"name": f"openai/{Engine.name}", "use_temperature": False}
+    assert "keeps the address of its first start" in connect("open-webui", "--url", address).stdout
 
 
 def test_what_continue_needs(address: str, home: Path) -> None:

@@ -27,6 +27,7 @@ from infer import LLM
 from infer.cli.app import app
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
+from infer.engine.steps import Loaded
 from infer.hub import DEMO, resolve
 from infer.kernels import errors
 from infer.kernels.gpu.device import DryDevice, Limits
@@ -39,15 +40,18 @@ pytestmark = pytest.mark.demo
 
 ROOT = Path(__file__).resolve().parent.parent
 # For users, then for contributors.
-GUIDES = ("README.md", "docs/python.md", "docs/server.md")
+GUIDES = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("models", "benchmarks", "python", "server", "agents")),
+)
 DOCUMENTS = (*GUIDES, "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/decisions.md")
-# With modules, but for the folder of a file for each architecture.
+# With modules, but for the packages themselves.
 FOLDERS = {
     path.parent.relative_to(ROOT).as_posix()
     for top in ("infer", "models", "kernels")
     for path in (ROOT / top).rglob("[!_]*.py")
     if not path.parent.relative_to(ROOT).as_posix().startswith(("infer/kernels", "infer/models"))
-} - {"models"}
+} - {"kernels", "models"}
 demo_adapter = test_lora.demo_adapter  # a fixture
 FENCE = re.compile(r"^( *)```(\S+) ?(\S*)\n(.*?)^ *```$", re.M | re.S)
 
@@ -484,11 +488,12 @@ def test_every_option_that_is_named_exists() -> None:
 # Names in documents
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, "deploy/README.md"])
+@pytest.mark.parametrize("document", [*DOCUMENTS, "docs/files.md", "deploy/README.md"])
 def test_links_and_paths_lead_somewhere(document: str) -> None:
     text = read(document)
     links = re.findall(r"\]\(([^)\s]+)\)", text)
-    paths = re.findall(r"(?:examples|scripts|tests|docs)/[\w/]+\.\w+", text)
+    own = re.sub(r"https?://\S+", "", text)  # without pages of others
+    paths = re.findall(r"(?:examples|scripts|tests|docs)/[\w/]+\.\w+", own)
     folder = (ROOT / document).parent
     missing = [path for path in paths if not (ROOT / path).exists()]
     for link in links:
@@ -497,6 +502,13 @@ def test_links_and_paths_lead_somewhere(document: str) -> None:
         if "://" not in link and not (path.exists() and (not anchor or anchor in anchors(path))):
             missing.append(link)
     assert not missing
+
+
+def test_the_index_of_decisions_is_complete() -> None:
+    index, *entries = re.split(r"^### ", read("docs/decisions.md"), flags=re.M)
+    linked = re.findall(r"\]\(#([\w-]+)\)", index)
+    titles = [entry.partition("\n")[0] for entry in entries]
+    assert linked == [re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in titles]
 
 
 def anchors(path: Path) -> set[str]:
@@ -513,14 +525,38 @@ def test_what_contributing_quotes_is_in_the_file(language: str) -> None:
         assert text in read(name)
 
 
-def test_the_architecture_names_every_module() -> None:
-    text = read("ARCHITECTURE.md").partition("## From a name")[0]
-    _, *tables = re.split(r"^\| `([\w/]+)/` \|.*\n\| ---", text, flags=re.M)
-    assert sorted(tables[::2]) == sorted(FOLDERS)
-    for folder, table in zip(tables[::2], tables[1::2], strict=True):
-        named = re.findall(r"`(\w+\.py)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.M)))
-        files = {path.name for path in (ROOT / folder).glob("[!_]*.py")}
-        assert sorted(named) == sorted(files)
+def test_the_list_of_files_is_up_to_date() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "file_list.py"))
+    assert read("docs/files.md") == script["file_list"](), "run scripts/file_list.py"
+
+
+def test_a_new_module_is_in_the_list_of_files(tmp_path: Path) -> None:
+    """With the first sentence of its docstring, wherever that ends."""
+    for name, text in {
+        "infer/__init__.py": '"""The package."""',
+        "infer/engine/__init__.py": '"""Engines (Smith et al. 2020). More of them."""',
+        "infer/engine/new.py": '"""What is\nnew.\n\nMore."""',
+        "infer/models/linked.py": '"""Another package."""',
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    script = runpy.run_path(str(ROOT / "scripts" / "file_list.py"))
+    _, *folders = script["file_list"](tmp_path).split("\n## ")
+    assert folders == [
+        "infer/\n\nThe package.\n",
+        "infer/engine/\n\nEngines (Smith et al. 2020).\n\n* `new.py`: What is new\n",
+    ]
+    (tmp_path / "infer" / "engine" / "new.py").write_text("")
+    with pytest.raises(ValueError, match=r"new\.py has no docstring"):
+        script["file_list"](tmp_path)
+
+
+def test_the_architecture_names_every_folder_of_modules() -> None:
+    table = read("ARCHITECTURE.md").partition("| folder |")[2].partition("\n\n")[0]
+    named = re.findall(
+        r"`([\w/]+)/`", "".join(line.split("|")[1] for line in table.splitlines()[1:])
+    )
+    assert sorted(named) == sorted({*FOLDERS, "models", "kernels/wgsl"})
 
 
 def test_the_kernels_of_a_layer_are_those_of_the_plans() -> None:
@@ -533,11 +569,12 @@ def test_the_kernels_of_a_layer_are_those_of_the_plans() -> None:
         64  # with one size of subgroups a CPU has a kernel for all projections
     )
     weights = {spec.name: allocate(device, spec.shape, "bf16") for spec in model.weights()}
-    engine = Engine(device, model, weights, EngineOptions(context=1024))
+    engine = Engine(device, Loaded(model, weights), EngineOptions(context=1024))
     layers = model.config.num_hidden_layers
-    for column, kind in enumerate(("decode", "prefill")):
+    kinds = engine.runner.kinds
+    for column, kind in enumerate((kinds.decode, kinds.alone[0])):
         layer = [name for row in rows for name in re.findall(r"`(\w+)`", row[column])]
-        kernels = [k.spec.name for k in engine.steps.lowered[kind, False].kernels if not k.head]
+        kernels = [k.spec.name for k in engine.runner.steps.lowered[kind].kernels if not k.head]
         assert kernels == ["embedding", *layer * layers]
 
 
@@ -562,6 +599,6 @@ def test_the_benchmarks_are_those_of_the_results() -> None:
     results = ROOT / "scripts" / "results"
     one: Any = script["table"](script["read"](results))
     many: Any = script["batches"](script["read"](results / "batch"))
-    assert f"{script['BEGIN']}\n{one}\n{script['END']}" in read("README.md")
+    assert f"{script['BEGIN']}\n{one}\n{script['END']}" in read("docs/benchmarks.md")
     begin, end = script["BATCHES"]
-    assert f"{begin}\n{many}\n{end}" in read("README.md")
+    assert f"{begin}\n{many}\n{end}" in read("docs/benchmarks.md")

@@ -32,9 +32,16 @@ from test_structured import Third, masked
 import infer
 import infer.engine.scheduler
 from infer.engine.constraint import Constraint
-from infer.engine.draft import check_draft
+from infer.engine.draft import DraftModel, check_draft
 from infer.engine.engine import Engine
-from infer.engine.speculation import MAX_DRAFT, Guess, Held, ModelGuess, ModelSpeculation
+from infer.engine.speculation import (
+    MAX_DRAFT,
+    Guess,
+    Held,
+    ModelGuess,
+    ModelSpeculation,
+    NoSpeculation,
+)
 from infer.hub import resolve
 from infer.inspection import inspect_model
 from infer.kernels.errors import RequestError, UnsupportedError
@@ -142,9 +149,9 @@ def test_what_is_cached_is_drafted_from(engine_of: Callable[..., Engine]) -> Non
     long = (ids * 3)[: PAGE - 10]
     params = params_of("greedy")
     alone = plainly(engine, [long], params_of("greedy", max_tokens=2 * STEPS))[0].ids
-    speculation, engine.verification.speculation = engine.speculation, None
+    speculation, engine.runner.speculation = engine.runner.speculation, NoSpeculation()
     (first,) = run(engine, [long], params)  # into the second page
-    engine.verification.speculation = speculation
+    engine.runner.speculation = speculation
     follow, split = [*long, *first.ids[:-1]], [*long, *first.ids[:5], 7, 8]
     found = run(engine, [follow, [*long, *first.ids[:3]], split], params)
     reused = [own.answer.timings.reused_tokens for own in found if own.answer is not None]
@@ -165,15 +172,16 @@ def test_prompts_are_computed_together(
     prompts = [[*begin, *ids[i : 2 * i + 3]] for i in range(4)]
     params = params_of("greedy")
     expected = plainly(engine, prompts, params)
-    assert engine.draft is not None
+    drafter = engine.runner.drafter
+    assert isinstance(drafter, DraftModel)
     steps: list[list[int]] = []
-    real = engine.draft._compute
+    real = drafter._compute
 
     def compute(queue: StepQueue, chunks: Sequence[tuple[Tokens, int, int, int]]) -> None:
         steps.append([len(tokens) for tokens, *_ in chunks])
         real(queue, chunks)
 
-    monkeypatch.setattr(engine.draft, "_compute", compute)
+    monkeypatch.setattr(drafter, "_compute", compute)
     answers = [engine.generate(prompt, params) for prompt in prompts]
     found = [[step.token for step in answer] for answer in answers]
     assert found == [own.ids for own in expected]
@@ -191,8 +199,7 @@ def test_it_goes_on_drafting_after_a_while_without(engine_of: Callable[..., Engi
     engine, ids = engine_of("llama"), prompts_of("llama")[0]
     params = params_of("greedy", max_tokens=60)
     (expected,) = plainly(engine, [ids], params)
-    speculation = engine.speculation
-    assert speculation is not None
+    speculation = engine.runner.speculation
 
     class Sometimes(ModelSpeculation):
         steps = 0
@@ -201,11 +208,11 @@ def test_it_goes_on_drafting_after_a_while_without(engine_of: Callable[..., Engi
             self.steps += 1
             return [0 if self.steps % 20 < 10 else n for n in super().counts(guesses)]
 
-    engine.verification.speculation = Sometimes(speculation.kinds, measures=False)
+    engine.runner.speculation = Sometimes(speculation.kinds, measures=False)
     try:
         (found,) = run(engine, [ids], params)
     finally:
-        engine.verification.speculation = speculation
+        engine.runner.speculation = speculation
     same([found], [expected])
     drafted, right = drafts_of([found])
     assert right == drafted > 10
@@ -358,9 +365,9 @@ def test_many_answers_come_and_go(
     """Closed at any time, failing, left unread, out of pages: each that is compared is right."""
     monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)
     engine = engine_of(case, max_batch=4, context=3 * PAGE, cache_positions=7 * PAGE)
-    speculation, engine.verification.speculation = engine.speculation, None
+    speculation, engine.runner.speculation = engine.runner.speculation, NoSpeculation()
     soak = Soak(engine)
-    engine.verification.speculation = speculation
+    engine.runner.speculation = speculation
     preemptions = engine.scheduler.preemptions
     assert soak.run(100, seed=3) > 4
     assert engine.scheduler.preemptions > preemptions
@@ -607,7 +614,7 @@ def test_drafts_end_where_they_are_wrong_and_come_back() -> None:
 @pytest.mark.parametrize("draft", [OTHER, ""])
 def test_an_engine_drafts_where_it_pays(engine_of: Callable[..., Engine], draft: str) -> None:
     engine, prompts = engine_of("llama", draft, speculate="auto"), prompts_of("llama")[:1]
-    engine.verification.speculation = Timed(engine.steps.draft_kinds, measures=True)
+    engine.runner.speculation = Timed(engine.runner.kinds.draft_rows, measures=True)
     params = params_of("greedy", max_tokens=60)
     drafts = [drafts_of(run(engine, prompts, params)) for _ in range(3)]
     drafted, right = drafts[-1]

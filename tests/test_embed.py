@@ -26,7 +26,7 @@ from safetensors.numpy import load_file, save_file
 import infer
 from infer import LLM
 from infer.embedding import EmbeddingConfig, read_embedding_config
-from infer.engine.engine import Engine
+from infer.engine.engine import Engine, Events
 from infer.hub import DEMO, resolve
 from infer.kernels.errors import CheckpointError, ModelError, RequestError
 from infer.kernels.gpu.device import Device
@@ -56,7 +56,7 @@ def prefixes(case: str) -> tuple[list[list[int]], list[NDArray[np.float32]]]:
 
 
 def is_idle(engine: Engine) -> bool:
-    return engine.scheduler.idle and not engine._answers and not engine.pool.stats.in_use
+    return engine.scheduler.idle and not engine.jobs.of and not engine.pool.stats.in_use
 
 
 # Against transformers
@@ -131,22 +131,21 @@ def test_a_text_is_begun_again(engine_of: EngineOf, case: str, begun_again: str)
     """It gives its pages back while chunks of it are in flight, the last among them or not, or
     all that was on the GPU is forgotten."""
     engine, texts = engine_of(case, max_batch=4), [load(case).prompt_ids.tolist()]
-    read, reads = engine._read, []
+    reads: list[str] = []
 
-    def read_and_begin_again() -> None:
-        (sequence,) = engine._answers
-        reads.append(sequence.state)
-        if len(reads) == 2 and begun_again == "reset":
-            engine.submissions.in_flight.clear()
-            engine._reset()
-        elif sequence.state == begun_again and "waiting" not in reads:
-            engine.scheduler._preempt(sequence)
+    class BeginsAgain(Events):
+        def filled(self) -> None:
+            (sequence,) = engine.jobs.of
             reads.append(sequence.state)
-            read()
-        else:
-            read()
+            if len(reads) == 2 and begun_again == "reset":
+                engine.runner.submissions.in_flight.clear()
+                engine.jobs.reset()
+                engine.runner.forget()
+            elif sequence.state == begun_again and "waiting" not in reads:
+                engine.scheduler._preempt(sequence)
+                reads.append(sequence.state)
 
-    engine._read = read_and_begin_again  # type: ignore[method-assign]
+    engine.events = BeginsAgain()
     (found,) = engine.embed(texts, "mean")
     assert len(reads) > 3
     assert relative_error(found, pooled(load_hidden(case), "mean")) < TOLERANCE

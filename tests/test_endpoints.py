@@ -473,6 +473,8 @@ def test_metrics_tell_what_engines_say() -> None:
     assert 'vllm:kv_cache_usage_perc{model_name="fake"} 0.4' in lines
     assert 'vllm:state_places{model_name="fake"} 3.0' in lines
     assert 'vllm:state_places_used{model_name="fake"} 2.0' in lines
+    assert 'vllm:window_pages{model_name="fake"} 9.0' in lines
+    assert 'vllm:window_pages_used{model_name="fake"} 8.0' in lines
     config = (
         'vllm:cache_config_info{block_size="16",cache_dtype="q8",kv_cache_size_tokens="160",'
         'model_name="fake",num_gpu_blocks="10"} 1.0'

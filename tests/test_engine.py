@@ -6,7 +6,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from wgpu.backends.wgpu_native import ffi, lib
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.engine.pace import Pace
+from infer.engine.recordings import Recipe
+from infer.engine.steps import Loaded
+from infer.engine.token_engine import Request
 from infer.kernels.compiler.graph import stride
 from infer.kernels.errors import DeviceError, ModelError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
@@ -88,13 +91,13 @@ def test_what_was_compiled_is_not_compiled_again(tmp_path: Path) -> None:
     with Device.open() as device:
         engine = build_engine(device, folder)
         before = device.n_pipelines
-        engine.recordings.of("decode", True, None)
+        engine.runner.recordings.of(Recipe(engine.runner.kinds.decode))
         first = device.n_pipelines
-        engine.steps.compile()
+        engine.runner.steps.compile()
         compiled = device.n_pipelines
         assert before < first < compiled
-        for kind in engine.steps.rows:
-            engine.recordings.of(kind, True, None)
+        for kind in engine.runner.kinds.alone:
+            engine.runner.recordings.of(Recipe(kind))
         assert device.n_pipelines == compiled
 
 
@@ -122,7 +125,7 @@ def test_warming_up_touches_every_kernel_and_runs_none(
     monkeypatch.setattr(engine.device, "software", True)
     params = SamplingParams(max_tokens=4, **sampling).resolved({})
     seen: list[tuple[int, int]] = []
-    engine.warm_up(length, params, lambda *progress: seen.append(progress))
+    engine.runner.warm_up(length, params, lambda *progress: seen.append(progress))
     warm = set(kernels)
     assert grids == {(0, 1, 1)}
     assert seen == [(done, len(warm)) for done in range(1, len(warm) + 1)]
@@ -188,7 +191,7 @@ def test_an_abandoned_generation_leaves_a_good_cache(engine_of: EngineOf, left: 
 def test_what_lies_beyond_the_cache_is_never_read(engine_of: EngineOf) -> None:
     engine, prompt_ids = engine_of("llama", context=600), prompt_of("llama")
     expected = answer(engine, prompt_ids, STEPS)
-    for layer in engine.steps.cache.layers:
+    for layer in engine.runner.caches.kv.layers:
         for buffer in (layer.keys, layer.values):
             engine.device.write(buffer, np.full(buffer.nbytes // 4, np.nan, np.float32))
     engine.forget()
@@ -218,12 +221,14 @@ def test_a_row_that_has_stopped_stays_so(engine_of: EngineOf) -> None:
         prompt_ids, SamplingParams(max_tokens=STEPS).resolved({}), stop_ids=[stop]
     )
     assert [step.token for step in steps] == [stop]
-    assert engine.device.read(engine.sampler.sampled, np.uint32, 1)[0] == NO_TOKEN
+    assert engine.device.read(engine.runner.sampler.sampled, np.uint32, 1)[0] == NO_TOKEN
     assert cache_bytes(engine) == before
 
 
 def cache_bytes(engine: Engine) -> list[bytes]:
-    return [engine.device.read(buffer, np.uint8).tobytes() for buffer in engine.steps.cache.buffers]
+    return [
+        engine.device.read(buffer, np.uint8).tobytes() for buffer in engine.runner.caches.kv.buffers
+    ]
 
 
 def test_the_context_is_used_to_its_end(engine_of: EngineOf) -> None:
@@ -405,7 +410,7 @@ def test_calls_of_a_token(
     engine_of: EngineOf, counting: CountingLib, sampling: dict[str, Any], with_logits: bool
 ) -> None:
     engine, prompt_ids = engine_of("qwen3"), prompt_of("qwen3")
-    engine.submissions.queue = RawQueue(engine.device)  # which knows the counting library
+    engine.runner.submissions.queue = RawQueue(engine.device)  # which knows the counting library
     # The end is so far away that every step counted has one after it.
     params = SamplingParams(max_tokens=2 * TOKENS, **sampling).resolved({})
     for _ in range(2):  # the first compiles the sampler
@@ -446,7 +451,7 @@ def test_the_next_step_is_submitted_before_an_id_is_read(
     engine_of: EngineOf, counting: CountingLib
 ) -> None:
     engine, prompt_ids = engine_of("qwen3"), prompt_of("qwen3")[:1]  # nothing of which is reused
-    engine.submissions.queue = RawQueue(engine.device)
+    engine.runner.submissions.queue = RawQueue(engine.device)
     answer(engine, prompt_ids, 2)
     counting.begin()
     steps = engine.generate(prompt_ids, SamplingParams(max_tokens=TOKENS).resolved({}))
@@ -486,7 +491,7 @@ def test_a_generation_creates_nothing(
     monkeypatch.setattr("infer.engine.pace.SUBMISSION_SECONDS", 1e9)  # a chunk is never cut
     monkeypatch.setattr("infer.engine.pace.SUBMISSIONS", 1)
     engine, prompt_ids = engine_of("qwen3", prefill_chunk=16), prompt_of("qwen3")
-    engine.submissions.queue = RawQueue(engine.device)
+    engine.runner.submissions.queue = RawQueue(engine.device)
     for _ in range(2):
         engine.forget()
         counting.begin()
@@ -513,7 +518,7 @@ def test_what_is_not_sent_is_not_finished(engine_of: EngineOf, counting: Countin
 
 def workgroups(engine: Engine, counting: CountingLib, length: int) -> NDArray[np.int64]:
     """Workgroups of each dispatch of the decode step after so many positions."""
-    engine.submissions.queue = RawQueue(engine.device)
+    engine.runner.submissions.queue = RawQueue(engine.device)
     rng = np.random.default_rng(0)
     prompt_ids = rng.integers(3, engine.vocab_size, length).tolist()
     steps = engine.generate(prompt_ids, SamplingParams(max_tokens=3).resolved({}))
@@ -573,16 +578,19 @@ def test_prompts_of_any_length_have_steps_of_their_size(
     """A GPU has tiles for short prompts, and kernels without them for the shortest."""
     monkeypatch.setattr(own_device, "software", True)
     engine = engine_of(model_type, context=501)
-    assert {kind for _, _, kind in engine.chunks(300)} == {"prefill"}
+    kinds = engine.runner.kinds
+    assert {kinds.prefill(rows).rows for _, rows in engine.runner.chunks(300)} == {kinds.chunk}
     lengths = (9, 30, 33, 65, 129, 300)
     ids = [i % engine.vocab_size for i in range(7, 307)]
     expected = [answer(engine, ids[:length], 3) for length in lengths]
     monkeypatch.setattr(own_device, "software", False)
     monkeypatch.setattr("infer.engine.pace.FIRST_ROWS", 512)
     engine = engine_of(model_type, context=502)
-    kinds = [[kind for _, _, kind in engine.chunks(length)] for length in (1, 8, *lengths)]
-    short = [f"prefill of {rows}" for rows in (16, 32, 64, 128, 256)]
-    assert kinds == [[kind] for kind in ("decode", "few", *short, "prefill")]
+    kinds, sizes = engine.runner.kinds, list[int]()
+    for length in (1, 8, *lengths):
+        ((_, rows),) = engine.runner.chunks(length)
+        sizes.append(kinds.prefill(rows).rows)
+    assert sizes == [1, 8, 16, 32, 64, 128, 256, kinds.chunk]
     for length, answered in zip(lengths, expected, strict=True):
         engine.forget()
         assert_same(answer(engine, ids[:length], 3), answered)
@@ -596,8 +604,8 @@ def largest_activation(device: DryDevice, model: Decoder, context: int) -> tuple
         )
         for spec in model.weights()
     }
-    steps = Engine(device, model, weights, EngineOptions(context)).steps
-    return max(slot.nbytes for slot in steps.arena.slots), steps.rows["prefill"]
+    runner = Engine(device, Loaded(model, weights), EngineOptions(context)).runner
+    return max(slot.nbytes for slot in runner.steps.arena.slots), runner.kinds.chunk
 
 
 def test_no_activation_is_larger_than_a_binding() -> None:
@@ -626,7 +634,7 @@ def test_kernels_of_batches_can_be_compiled_beforehand(tmp_path: Path) -> None:
         answer(engine, prompt_ids, 2)
         before = device.n_pipelines
         params = SamplingParams(temperature=0.0, max_tokens=4).resolved({})
-        engine.compile_batches(params)
+        engine.runner.compile_batches(params)
         compiled = device.n_pipelines
         assert compiled > before
         for each in [engine.generate(prompt_ids[i:], params) for i in range(3)]:
@@ -642,21 +650,22 @@ def test_long_steps_are_cut_into_short_submissions(
     ids = [i % engine.vocab_size for i in range(7, 407)]
     expected = answer(engine, ids, 4)
     submitted: list[tuple[int, int]] = []
-    submit = engine.queue.submit
+    submit = engine.runner.queue.submit
 
     def noting(recording: Recording, rows: int, *rest: Any) -> Any:
         submitted.append((rows, len(recording.dispatches)))
         return submit(recording, rows, *rest)
 
     seconds = iter(range(1_000_000))  # each look at the clock is a second later
-    monkeypatch.setattr(engine.queue, "submit", noting)
+    monkeypatch.setattr(engine.runner.queue, "submit", noting)
     monkeypatch.setattr("infer.engine.engine.time.perf_counter", lambda: float(next(seconds)))
     engine.forget()
     layers = engine.model.config.num_hidden_layers
-    monkeypatch.setattr(engine, "pace", Pace(layers))
+    monkeypatch.setattr(engine.runner, "pace", Pace(layers))
     assert_same(answer(engine, ids, 4), expected)
     prefill = [(rows, kernels) for rows, kernels in submitted if rows > 8]
-    whole = len(engine.recordings.of("prefill", False, None).dispatches)
+    body = Recipe(engine.runner.kinds.alone[0], head=False)
+    whole = len(engine.runner.recordings.of(body).dispatches)
     assert sum(rows == 64 for rows, _ in prefill) > len(prefill) / 2
     assert max(kernels for rows, kernels in prefill if rows == 64) <= -(-(whole + 8) // layers)
 
@@ -665,7 +674,7 @@ def test_an_interrupt_while_recording_leaves_nothing_behind(
     engine_of: EngineOf, counting: CountingLib, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, prompt_ids = engine_of("qwen3"), prompt_of("qwen3")
-    engine.submissions.queue = RawQueue(engine.device)
+    engine.runner.submissions.queue = RawQueue(engine.device)
     expected = answer(engine, prompt_ids, 8)
 
     def interrupted(*_: Any) -> None:
@@ -699,7 +708,7 @@ def test_an_interrupt_while_reading_leaves_nothing_mapped(
     """Interrupts come in a step, and then in those that are drained because of it."""
     engine, prompt_ids = engine_of("qwen3"), prompt_of("qwen3")
     expected = answer(engine, prompt_ids, 8)
-    mapping = engine.queue._mapping
+    mapping = engine.runner.queue._mapping
     real, left = mapping.wait, iter(range(times))
 
     def interrupted(submission: int) -> memoryview:
@@ -743,5 +752,6 @@ def test_there_is_nothing_to_go_on_with(engine_of: EngineOf, generated: list[int
     """After max_tokens, and after a stop id."""
     params = SamplingParams(max_tokens=3).resolved({})
     engine = engine_of("llama")
-    assert not list(engine.generate([1, 2], params, stop_ids=[9], generated=generated))
-    assert len(list(engine.generate([1, 2], params, stop_ids=[9], generated=[5, 6]))) == 1
+    request = Request([1, 2], params, stop_ids=[9], generated=generated)
+    assert not list(engine.answer(request))
+    assert len(list(engine.answer(replace(request, generated=[5, 6])))) == 1

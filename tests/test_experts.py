@@ -31,6 +31,7 @@ from test_kernels import (
 from infer.bench.measure import weight_bytes_per_token
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
+from infer.engine.steps import Loaded
 from infer.kernels.checks import functions
 from infer.kernels.checks.arrays import Array, to_gpu
 from infer.kernels.checks.forward import Forward
@@ -532,8 +533,8 @@ def test_a_shared_expert_takes_no_kernels_of_its_own(case: str) -> None:
         dry = DryDevice(Limits())
         dry.subgroups, dry.subgroup_size = True, 32
         weights = {w.name: allocate(dry, w.shape, "bf16", unit=w.spec.unit) for w in each.weights}
-        engine = Engine(dry, model, weights, EngineOptions(context=128))
-        lowering = engine.steps.lowered["decode", False]
+        engine = Engine(dry, Loaded(model, weights), EngineOptions(context=128))
+        lowering = engine.runner.steps.lowered[engine.runner.kinds.decode]
         kernels.append(Counter(kernel.spec.name for kernel in lowering.kernels))
         moved.append(weight_bytes_per_token(engine))
     assert not any("shared_expert" in weight.name for weight in plan.joined().weights)
@@ -620,7 +621,8 @@ def test_a_shared_expert_is_the_same_alone(
     with device.scope():
         for each in (plan, plan.joined()):
             weights = loading.load_weights(device, each)
-            engine = Engine(device, model, weights, EngineOptions(context=64, kv_dtype="f32"))
+            own = Loaded(model, weights)
+            engine = Engine(device, own, EngineOptions(context=64, kv_dtype="f32"))
             logits.append(scores(engine, range(3, 30)))
             decoded.append(answer(engine, [5], 4).logits)
     assert relative_error(decoded[1], decoded[0]) <= 1e-5

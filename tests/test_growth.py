@@ -46,7 +46,7 @@ def long_prompt(engine: Engine, length: int = 150) -> list[int]:
 
 
 def pages_of(engine: Engine) -> int:
-    layer = next(iter(engine.steps.cache.layers))
+    layer = next(iter(engine.runner.caches.kv.layers))
     return layer.slots // 64
 
 
@@ -69,8 +69,8 @@ def test_an_answer_outgrows_the_first_pages(made: Make, case: str, kv_dtype: str
     found = answer(small, prompt, 200)
     assert found.token_ids == expected.token_ids
     np.testing.assert_array_equal(found.logits, expected.logits)
-    assert pages_of(small) == small.steps.cache.n_pages
-    assert 6 <= small.steps.cache.n_pages <= small.options.pages
+    assert pages_of(small) == small.runner.caches.kv.n_pages
+    assert 6 <= small.runner.caches.kv.n_pages <= small.options.pages
     # And what it has left in the cache is found.
     both = [*prompt, *found.token_ids]
     assert answer(small, both, 5).token_ids == answer(whole, both, 5).token_ids
@@ -86,8 +86,8 @@ def test_it_begins_small(tmp_path: Path) -> None:
         answer(engine, long_prompt(engine, 150), 2)
         assert pages_of(engine) > 2
         grown = (pages_of(engine) - 2) * 64
-        cache = sum(sum(layer.slot_bytes) * 2 for layer in engine.steps.cache.layers)
-        table = engine.steps.rope.table.nbytes // engine.steps.positions
+        cache = sum(sum(layer.slot_bytes) * 2 for layer in engine.runner.caches.kv.layers)
+        table = engine.runner.caches.rope.table.nbytes // engine.runner.caches.positions
         assert device.memory_stats().allocated - before == grown * (cache + table)
 
 

@@ -277,7 +277,7 @@ def test_windows_come_back(case: str, device: Device, tmp_path: Path) -> None:
     """With the last pages of a prompt, and to pages that stayed on the GPU."""
     for agents in agents_of(case, device, tmp_path, 2, **WINDOWED, host_cache=1 << 30):
         engine = agents.engine
-        assert engine.steps.windows is not None
+        assert engine.runner.caches.windows is not None
         talks = [[agents.text(600)], [agents.text(570)], [agents.text(100)], [agents.text(90)]]
         for turn in range(4):
             for messages in talks:
@@ -322,10 +322,10 @@ def test_a_request_may_end_while_its_windows_come_back(device: Device, tmp_path:
             answer = engine.generate(prompt, SamplingParams(max_tokens=1).resolved({}))
             for _ in range(steps + 1):
                 engine.wait(iter([False, True]).__next__)
-            is_restoring = bool(engine._restoring)
+            is_restoring = bool(engine.restoring.waiting)
             answer.close()
             engine.settle()
-            assert not engine._restoring
+            assert not engine.restoring.waiting
             assert engine.pool.windows is not None
             assert engine.pool.stats.in_use == len(engine.pool.windows._count) == 0
             if not is_restoring:
@@ -370,12 +370,12 @@ def test_a_request_may_end_while_its_pages_come_back(device: Device, tmp_path: P
         agents.ask(other)
         answer = engine.generate(prompt, SamplingParams(max_tokens=1).resolved({}))
         engine.wait(iter([False, True]).__next__)
-        assert len(engine._restoring) == 1
+        assert len(engine.restoring.waiting) == 1
         answer.close()
         engine.settle()
-        assert not engine._restoring
+        assert not engine.restoring.waiting
         assert engine.pool.stats.in_use == 0
-        assert not engine._answers
+        assert not engine.jobs.of
         agents.ask(prompt)
 
 
@@ -391,13 +391,13 @@ def test_an_interrupt_loses_no_answer(
         answer = engine.generate(prompt, SamplingParams(max_tokens=4).resolved({}))
         for _ in range(2):
             engine.wait(iter([False, True]).__next__)
-        assert len(engine._restoring) == 1
+        assert len(engine.restoring.waiting) == 1
 
         def interrupted(*args: Any) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine.queue, "submit", interrupted)
+            patch.setattr(engine.runner.queue, "submit", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 next(answer)
         found = [step.token for step in answer]

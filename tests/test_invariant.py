@@ -190,7 +190,7 @@ def test_an_adapter_with_matrices(
 
 def matrix_kernels(engine: Engine) -> set[str]:
     """Returns the names of the kernels by matrices in all steps that have been lowered."""
-    kernels = [kernel for low in engine.steps.lowered.values() for kernel in low.kernels]
+    kernels = [kernel for low in engine.runner.steps.lowered.values() for kernel in low.kernels]
     return {kernel.spec.name for kernel in kernels if "MATRIX" in dict(kernel.spec.params)}
 
 
@@ -270,9 +270,9 @@ def test_sampled_rows(engine_of: EngineOf) -> None:
     engine.forget()
     assert not differing(coming_and_going(engine, asked), alone)
     noise = SamplingParams(temperature=0.8).resolved({})
-    chain = engine._chain(noise)
+    chain = engine.runner.chain(noise)
     assert (noise.chain().filtered, chain.filtered) == (False, True)
-    assert not engine._chain(SamplingParams().resolved({})).filtered
+    assert not engine.runner.chain(SamplingParams().resolved({})).filtered
 
 
 @pytest.mark.parametrize("gated", [False, True])

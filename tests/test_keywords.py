@@ -54,6 +54,20 @@ def test_options_of_both_are_those_of_load_and_stream() -> None:
     assert both == answers | get_type_hints(LoadOptions)
 
 
+def test_an_engine_in_a_process_of_its_own_gets_all_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed: dict[str, Any] = {}
+
+    def isolated(resolved: object, options: dict[str, Any], *others: object) -> None:
+        passed.update(options)
+
+    monkeypatch.setattr("infer.loading._isolated", isolated)
+    infer.load("demo", draft="demo-draft", isolate=True)
+    here = {"chat_template", "revision", "offline", "isolate", "progress"}  # not the engine's
+    assert passed.keys() | here == {*LOAD_NAMES}
+
+
 @pytest.mark.parametrize(
     ("function", "options"),
     [

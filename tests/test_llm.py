@@ -29,6 +29,7 @@ from marks import others_full
 from wgpu._async import GPUPromise
 
 import infer
+import infer.engine.caches
 import infer.engine.steps
 import infer.kept
 import infer.llm
@@ -705,7 +706,7 @@ def test_an_interrupt_frees_the_model(llm: LLM, monkeypatch: pytest.MonkeyPatch)
     stream = llm.stream(COUNT)
     next(stream)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.queue, "read", _interrupt)
+        patch.setattr(llm.engine.runner.queue, "read", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(stream)
     assert list(stream) == []
@@ -789,7 +790,7 @@ def test_a_stream_closed_while_it_makes_a_piece(
     llm: LLM, how: Callable[[Callable[[], object]], None], where: str
 ) -> None:
     """That piece is the last, nothing stays in flight, and the next answer is right."""
-    stream, real = llm.stream(COUNT), getattr(llm.engine.queue, where)
+    stream, real = llm.stream(COUNT), getattr(llm.engine.runner.queue, where)
     seen = [next(stream).text for _ in range(3)]
 
     def closing(*args: Any) -> Any:
@@ -798,7 +799,7 @@ def test_a_stream_closed_while_it_makes_a_piece(
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.engine.queue, where, closing)
+        patch.setattr(llm.engine.runner.queue, where, closing)
         seen += [chunk.text for chunk in stream]
     assert len(seen) == 4
     assert stream.result.text == "".join(seen)
@@ -821,7 +822,7 @@ def test_a_stream_closed_by_its_logits_processor(llm: LLM) -> None:
 def test_threads_share_a_stream(llm: LLM) -> None:
     """Each piece goes to one of them, though one asks while another is being made."""
     expected = sorted(chunk.text for chunk in llm.stream(COUNT))
-    stream, real = llm.stream(COUNT), llm.engine.queue.read
+    stream, real = llm.stream(COUNT), llm.engine.runner.queue.read
     pieces = [next(stream).text]
 
     def take() -> None:
@@ -836,7 +837,7 @@ def test_threads_share_a_stream(llm: LLM) -> None:
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.engine.queue, "read", starting)
+        patch.setattr(llm.engine.runner.queue, "read", starting)
         take()
     other.join(timeout=600)
     assert sorted(pieces) == expected
@@ -853,7 +854,7 @@ def test_close_in_the_middle_of_a_call(
     """The call ends and then frees the memory: it can't be waited for inside of it."""
     llm, results = infer.load(DEMO), []
     name = "submit" if used == "generate" else "write"
-    owner: Any = llm.engine.queue if used == "generate" else llm.device
+    owner: Any = llm.engine.runner.queue if used == "generate" else llm.device
     real = getattr(owner, name)
 
     def closing(*args: Any) -> Any:
@@ -891,16 +892,16 @@ import infer
 
 llm = infer.load("demo")
 signal.signal(signal.SIGTERM, lambda *_: llm.close())
-read = llm.engine.queue.read
+read = llm.engine.runner.queue.read
 stream = llm.stream("Once upon a time", max_tokens=20)
 next(stream)
 
 def interrupted(*args):
-    llm.engine.queue.read = read
+    llm.engine.runner.queue.read = read
     signal.raise_signal(signal.SIGTERM)
     return read(*args)
 
-llm.engine.queue.read = interrupted
+llm.engine.runner.queue.read = interrupted
 print(len(list(stream)), stream.result.finish_reason, llm.stats().memory.allocated)
 """
     done = run_python(script)
@@ -957,7 +958,7 @@ if pid == 0:
         lambda: llm.logits("Once"),
         lambda: infer.load("demo"),
         lambda: list_adapters(),
-        lambda: llm.device.read(llm.engine.steps.logits),
+        lambda: llm.device.read(llm.engine.runner.steps.logits),
     ):
         try:
             call()
@@ -984,7 +985,7 @@ def test_a_stream_that_fails_at_once_has_no_timings(
     llm.generate(STORY, max_tokens=3)
     stream = llm.stream(STORY, max_tokens=3)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.queue, "submit", _interrupt)
+        patch.setattr(llm.engine.runner.queue, "submit", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(stream)
     assert stream.result.timings == Timings()
@@ -1397,7 +1398,7 @@ def test_one_engine_is_built_to_find_a_context(llm: LLM, monkeypatch: pytest.Mon
     built, init = [], infer.memory.Engine.__init__
 
     def building(self: Engine, *arguments: Any) -> None:
-        built.append(arguments[3].context)
+        built.append(arguments[2].context)
         init(self, *arguments)
 
     model, limits = llm.engine.model, llm.device.limits
@@ -1442,7 +1443,7 @@ def test_nothing_is_made_for_a_context_that_does_not_fit(
     c = llm.config
     rope = replace(c.rope, kind="dynamic", scaling={"factor": 2.0}, rotary_dim=c.head_dim)
     model = Decoder(replace(c, rope=rope, num_key_value_heads=1))
-    monkeypatch.setattr(infer.engine.steps, "rope_table", forbidden)
+    monkeypatch.setattr(infer.engine.caches, "rope_table", forbidden)
     wide = Limits(max_binding=1 << 50, max_buffer=1 << 50)
     report_free(monkeypatch, 1 << 33)
     tracemalloc.start()

@@ -15,7 +15,7 @@ from reference_models import load
 from test_kernels import LIMIT, Case, Factors, normal, pairwise
 
 import infer
-from infer.engine.engine import Engine
+from infer.engine.runner import Runner
 from infer.kernels.checks.arrays import rounded, to_gpu
 from infer.kernels.checks.bench import TILED, Bench
 from infer.kernels.checks.inputs import FLOATS, PUBLISHED, grouped
@@ -343,9 +343,9 @@ def test_a_model_whose_weights_f16_does_not_hold(
         bits.flush()
     with own_device.scope():
         engine = build_engine(own_device, folder)
-        engine.compile()
+        engine.runner.compile()
         scale_rows(own_device, engine.weights.values())
-        engine.weights_are_read()
+        engine.runner.weights_are_read()
         logits = np.concatenate(list(engine.logits(reference.prompt_ids.tolist())))
     assert 0 < nmse(logits, reference.logits) < 5e-6
     made = [spec for spec in own_device._pipelines if spec.name == "matmul_matrix"]
@@ -354,8 +354,8 @@ def test_a_model_whose_weights_f16_does_not_hold(
 
 def test_loading_ends_with_what_is_known_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(Engine, "compile", lambda *_: done.append("compiled"))
-    monkeypatch.setattr(Engine, "weights_are_read", lambda _: done.append("read"))
+    monkeypatch.setattr(Runner, "compile", lambda *_: done.append("compiled"))
+    monkeypatch.setattr(Runner, "weights_are_read", lambda _: done.append("read"))
     infer.load("demo", context=64, max_batch=1).close()
     assert done == ["compiled", "read"]
 

@@ -121,8 +121,8 @@ def test_agrees_over_pages_and_chunks(
     with device.scope():
         folder = load(case).write_checkpoint(tmp_path / case)
         engine = build_engine(device, folder, context=len(prompt_ids) + len(greedy_ids))
-        engine.pace.measured(64, 1e-6)  # as if the first steps had been so fast
-        assert [rows for _, rows, _ in engine.chunks(len(prompt_ids))] == [512, 512, 176]
+        engine.runner.pace.measured(64, 1e-6)  # as if the first steps had been so fast
+        assert [rows for _, rows in engine.runner.chunks(len(prompt_ids))] == [512, 512, 176]
         assert engine.context > 4 * PAGE
         greedy = answer(engine, prompt_ids, len(greedy_ids))
         assert greedy.token_ids == greedy_ids
@@ -328,7 +328,7 @@ def test_agrees_on_the_weakest_device(least_device: Device, case: str, tmp_path:
 
 def of_layers(engine: Engine) -> list[int]:
     """Bytes of the buffers of keys and values."""
-    both = [(layer.keys, layer.values) for layer in engine.steps.cache.layers]
+    both = [(layer.keys, layer.values) for layer in engine.runner.caches.kv.layers]
     return [buffer.nbytes for pair in both for buffer in dict.fromkeys(pair)]
 
 
@@ -337,9 +337,9 @@ def test_layers_share_a_cache(device: Device, tmp_path: Path) -> None:
     a window, and of 32 where there is none. Files have weights for all of them."""
     with device.scope():
         engine = build_engine(device, load("gemma4").write_checkpoint(tmp_path / "gemma4"))
-        first, second, *others = engine.steps.caches
+        first, second, *others = engine.runner.caches.layers
         assert others == [first, second]
-        slots = engine.steps.cache.layers[0].slots
+        slots = engine.runner.caches.kv.layers[0].slots
         assert sum(of_layers(engine)) == slots * 768
         assert kv_bytes_per_position(engine.model, "f32") == 2 * 4 * (2 * 16 + 2 * 32) == 768
     keys = [f"model.layers.{layer}.self_attn.k_proj.weight" for layer in range(4)]
@@ -376,7 +376,7 @@ def test_a_latent_is_cached_once(device: Device, tmp_path: Path) -> None:
     with device.scope():
         folder = load("deepseek_v2").write_checkpoint(tmp_path / "deepseek")
         engine = build_engine(device, folder, kv_dtype="f16")
-        layers = engine.steps.cache.layers
+        layers = engine.runner.caches.kv.layers
         assert of_layers(engine) == 2 * [layers[0].slots * 96]
         assert kv_bytes_per_position(engine.model, "f16") == 2 * 2 * (32 + 16) == 192
 
@@ -445,6 +445,7 @@ def test_agrees_with_transformers_on_a_new_model(device: Device, case: str, tmp_
 
 
 @pytest.mark.live
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # `cache` since 5.24
 @pytest.mark.parametrize("kv_dtype", ["f16", "q8"])
 @pytest.mark.parametrize("case", ["deepseek_v3", "llama", "mistral", "qwen2", "qwen3"])
 def test_the_cache_rounds_keys_and_values(

@@ -71,19 +71,18 @@ def engine_with(device: Device, folder: Path, **options: Any) -> Engine:
 
 
 def prefill(engine: Engine, ids: Sequence[int]) -> None:
-    for start, rows, kind in engine.chunks(len(ids)):
-        engine.device.write(engine.steps.step, pack_step(ids[start : start + rows], start))
-        plan = engine.steps.plan(kind, False)
+    for start, rows in engine.runner.chunks(len(ids)):
+        engine.device.write(engine.runner.steps.step, pack_step(ids[start : start + rows], start))
+        plan = engine.runner.steps.plan(engine.runner.kinds.prefill(rows))
         run_dispatches(engine.device, plan.body, rows, start + rows)
 
 
 def draft(engine: Engine, token: int, position: int) -> NDArray[np.float32]:
-    assert engine.draft is not None
-    steps = engine.draft.steps
+    (steps,) = engine.runner.drafter.steps
     engine.device.write(
         steps.step, pack_drafting([(0, token, position, 0, 0, 1, 0)], 1, behind=False)
     )
-    plan = steps.plan("decode", False)
+    plan = steps.plan(steps.kinds.decode)
     run_dispatches(engine.device, [*plan.body, *plan.head], 1, position + 1)
     return engine.device.read(steps.logits).view(np.float32)[: engine.vocab_size].copy()
 
@@ -208,7 +207,7 @@ def test_keys_are_those_of_a_prompt_that_is_not_cached(
     def keys(prompt: Sequence[int]) -> tuple[NDArray[Any], int]:
         answer = engine.generate(prompt, params_of("greedy", max_tokens=4))
         next(answer)
-        cache = engine.steps.predicted
+        cache = engine.runner.caches.predicted
         assert cache is not None
         slots = np.array([p * PAGE + np.arange(PAGE) for p in answer.sequence.pages]).reshape(-1)
         found = engine.device.read(cache.keys).view(np.float32).reshape(cache.slots, -1)

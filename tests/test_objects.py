@@ -57,16 +57,16 @@ def test_generate_raises_where_another_thread_closes_the_model() -> None:
     """In the middle of a prompt, whose first part is computed: nothing must be taken for an answer
     that is none."""
     llm = infer.load(DEMO)
-    closer, real = threading.Thread(target=llm.close), llm.engine.submissions.read
+    closer, real = threading.Thread(target=llm.close), llm.engine.runner.submissions.read
 
     def closing(*args: Any) -> Any:
         if closer.ident is None:
             closer.start()
-            while not all(answer.cancelled for answer in llm.engine._answers.values()):
+            while not all(answer.cancelled for answer in llm.engine.jobs.of.values()):
                 threading.Event().wait(0.001)
         return real(*args)
 
-    llm.engine.submissions.read = closing  # type: ignore[method-assign]
+    llm.engine.runner.submissions.read = closing  # type: ignore[method-assign]
     with pytest.raises(infer.ClosedError, match="was closed in the middle of this"):
         llm.generate([5] * 700, max_tokens=40)
     closer.join(timeout=600)

@@ -50,7 +50,7 @@ def check(pool: PagePool, used: Iterable[int]) -> dict[int, tuple[Hashable, list
     assert set(pool._nodes) == set(cached) | twins
     assert not twins & set(cached)
     free = set(range(pool.pages)) - set(count) - set(cached)
-    assert sorted([*pool._free, *range(pool._unused, pool.pages)]) == sorted(free), "free pages"
+    assert sorted([*pool._free, *range(pool.touched, pool.pages)]) == sorted(free), "free pages"
     assert pool.available == pool.pages - len(set(count) | pinned)
     assert pool.stats.in_use == len(set(count))
     assert pool.stats.cached == len(set(cached) - set(count))
@@ -79,7 +79,7 @@ def check_windows(pool: PagePool, used: Iterable[int]) -> dict[int, int]:
     idle = [*windows._idle, *windows._passed]
     assert sorted(idle) == sorted(set(cached.values()) - set(count))
     free = set(range(windows.pages)) - set(count) - set(cached.values())
-    assert sorted([*windows._free, *range(windows._unused, windows.pages)]) == sorted(free)
+    assert sorted([*windows._free, *range(windows.touched, windows.pages)]) == sorted(free)
     return cached
 
 

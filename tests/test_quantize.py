@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 import infer
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
+from infer.engine.steps import Loaded
 from infer.kernels.checks import functions
 from infer.kernels.checks.arrays import to_gpu
 from infer.kernels.errors import CheckpointError, UnsupportedError
@@ -369,7 +370,7 @@ def test_a_model_computes_with_what_is_stored(
     options = EngineOptions(context=128, kv_dtype="f32")
     logits = []
     for stored in (weights, exact):
-        engine = Engine(device, model, stored, options)
+        engine = Engine(device, Loaded(model, stored), options)
         logits.append(scores(engine, reference.prompt_ids.tolist()))
     errors = [relative_error(*rows) for rows in zip(*logits, strict=True)]
     assert 0 < np.quantile(errors, share) < 0.15

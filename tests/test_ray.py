@@ -55,7 +55,9 @@ def test_what_was_sent_long_ago_is_forgotten() -> None:
 
 STORY = "Once upon a time"
 ENDLESS = {"2": -100, "3": -100}  # no end of turn
-OPTIONS = {"model": DEMO, "replicas": "2", "gpus": "0", "max_batch": "4"}  # as `serve run` has them
+# As `serve run` has them, but for the names.
+OPTIONS: dict[str, Any] = {"model": DEMO, "replicas": "2", "gpus": "0", "max_batch": "4"}
+OPTIONS |= {"served_name": ["fox", "red", "*"]}
 DRAFT = {"draft": "demo-draft", "speculate": "draft"}
 
 pytestmark = pytest.mark.filterwarnings("default")  # Ray's own
@@ -125,7 +127,12 @@ def test_answers_are_those_of_the_model(address: str, llm: LLM) -> None:
     assert [choice["text"] for choice in choices] == [sample.text for sample in expected]
     assert answer(address, "/health") == {"status": "ok", "webgpu": "wgpu-native"}
     wait_for(lambda: any(drafts(ask(address, "/metrics"))))  # of the replica that answered
-    assert answer(address, "/v1/models")["data"][0]["max_model_len"] == llm.context
+    models = answer(address, "/v1/models")["data"]
+    assert [each["id"] for each in models] == ["fox", "red"]
+    assert models[0]["max_model_len"] == llm.context
+    for name in ("red", "another"):
+        whole = answer(address, "/v1/completions", model=name, prompt=STORY, max_tokens=1)
+        assert whole["model"] == ("red" if name == "red" else "fox")
 
 
 @pytest.mark.full
@@ -224,3 +231,18 @@ def test_options_that_there_are_not() -> None:
         application({"model": DEMO, "speculate": "draft"})
     with pytest.raises(RequestError, match="max_batch must be at most 64"):
         application({"model": DEMO, "max_batch": 65})
+    for names in ("", ["a", ""]):
+        with pytest.raises(RequestError, match="served_name must not be empty"):
+            application({"model": DEMO, "served_name": names})
+
+
+def test_one_name_or_several() -> None:
+    pytest.importorskip("ray")
+    import msgspec
+
+    from infer.server.ray import Options
+
+    for given, expected in ((None, ()), ("a", ("a",)), (["a", "b", "*"], ("a", "b", "*"))):
+        own = {} if given is None else {"served_name": given}
+        options = msgspec.convert({"model": DEMO, **own}, Options, strict=False)
+        assert options.of_server().names == expected

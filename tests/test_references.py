@@ -271,6 +271,7 @@ def test_an_eps_ten_times_too_small_shows(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("case", [case for case in cases() if case not in ONE_PASS])
 @pytest.mark.usefixtures("script")
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # `cache` since 5.24
 def test_chunks_do_not_change_the_answers(case: str, chunk: int, tmp_path: Path) -> None:
     import torch
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -247,9 +249,197 @@ def test_tools_of_a_namespace(caplog: pytest.LogCaptureFixture) -> None:
     assert [text for text in caplog.messages if text.startswith("fake")] == [left]
 
 
+# As Codex sends its tool for patches, and calls of it.
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edit files. Do not wrap the patch in JSON.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch" LF'},
+}
+PATCHED = '*** Begin Patch\n+say("\\n\U0001f600 ü")\n*** End Patch\n'
+PATCH_CALL = {"type": "custom_tool_call", "status": "completed", "name": "apply_patch"}
+FREE = "The model is told the format of the tool 'apply_patch', but not held to it."
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_custom_tool(size: int) -> None:
+    arguments = json.dumps({"input": PATCHED})
+    assert "\\ud83d\\ude00" in arguments
+    pieces = [arguments[i : i + size] for i in range(0, len(arguments), size)]
+    engine = Scripted(
+        Chunk("", 1, tool_calls=(ToolCallDelta(0, "call_1", "apply_patch"),)),
+        *(Chunk("", 2, tool_calls=(ToolCallDelta(0, arguments=each),)) for each in pieces),
+        Chunk("", 3, tool_calls=(ToolCallDelta(1, "call_2", "get_weather", "{}"),)),
+        reason="tool_calls",
+    )
+    choice = {"type": "custom", "name": "apply_patch"}
+    asked: dict[str, Any] = {"model": "fake", "input": "a", "tools": [PATCH, TOOL]}
+    with serving(fake_service(engine)) as address, of(address) as client:
+        raw = client.responses.with_raw_response.create(**asked, tool_choice=choice)
+        _, data = ask(address, PATH, asked | {"stream": True}, JSON)
+    assert raw.headers["X-Infer-Warning"] == FREE
+    whole = raw.parse()
+    assert whole.metadata == {"infer_warning": FREE}
+    patch, weather = whole.output
+    assert (patch.type, patch.call_id, patch.name) == ("custom_tool_call", "call_1", "apply_patch")
+    assert (patch.input, weather.arguments) == (PATCHED, "{}")
+    listed = events_of(data)
+    for each in listed:
+        TypeAdapter[Any](ResponseStreamEvent).validate_python(each)
+    name = "response.custom_tool_call_input"
+    deltas = [each["delta"] for each in listed if each["type"] == f"{name}.delta"]
+    assert "".join(deltas) == PATCHED
+    assert len(deltas) > (10 if size < 1000 else 0)
+    (done,) = (each for each in listed if each["type"] == f"{name}.done")
+    assert done["input"] == PATCHED
+    item = next(each["item"] for each in listed if each["type"] == "response.output_item.done")
+    assert (item["input"], item["status"]) == (PATCHED, "completed")
+    assert listed[-1]["response"]["output"][0] == item
+    options = engine.tools[0] or {}
+    assert options["tool_choice"] == {"type": "function", "function": {"name": "apply_patch"}}
+    function = (options["tools"] or ())[0]["function"]
+    (parameter,) = function["parameters"]["properties"].values()
+    assert parameter["type"] == "string"
+    assert PATCH["format"]["definition"] in parameter["description"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("arguments", ['{"patch": 1}', "*** Begin", '{"input": "\\ud83d"}'])
+def test_what_a_model_writes_as_no_input_is_the_input(arguments: str) -> None:
+    delta = ToolCallDelta(0, "call_1", "apply_patch", arguments)
+    engine = Scripted(Chunk("", 1, tool_calls=(delta,)), reason="tool_calls")
+    asked: dict[str, Any] = {"model": "fake", "input": "a", "tools": [PATCH]}
+    with serving(fake_service(engine)) as address, of(address) as client:
+        whole = client.responses.create(**asked)
+        with client.responses.stream(**asked) as stream:
+            streamed = list(stream)[-1].response
+    text = "?" if "ud83d" in arguments else arguments
+    assert whole.output[0].input == streamed.output[0].input == text
+
+
+def test_an_input_that_a_limit_cuts() -> None:
+    class Cut(Scripted):
+        def answer(self) -> Any:
+            answer = super().answer()
+            answer.result.tool_calls.clear()  # of which only whole ones are told
+            return answer
+
+    delta = ToolCallDelta(0, "call_1", "apply_patch", '{"input": "ab')
+    engine = Cut(Chunk("", 1, tool_calls=(delta,)), reason="length")
+    with serving(fake_service(engine)) as address:
+        body = {"input": "a", "tools": [PATCH], "stream": True}
+        _, data = ask(address, PATH, body, JSON)
+    *_, piece, done, last = events_of(data)
+    assert (piece["type"], piece["delta"]) == ("response.custom_tool_call_input.delta", "ab")
+    assert (done["type"], done["item"]["status"]) == ("response.output_item.done", "incomplete")
+    assert last["type"] == "response.incomplete"
+
+
+def test_an_input_is_held_to_a_regular_expression(client: Any) -> None:
+    format = {"type": "grammar", "syntax": "regex", "definition": r'[xy]{3}\n"q|[xy]{3}\n"q'}
+    tool = {"type": "custom", "name": "draw", "format": format}
+    asked: dict[str, Any] = {"model": "demo", "input": "Draw.", "tools": [tool]}
+    raw = client.responses.with_raw_response.create(**asked, tool_choice="required")
+    assert "X-Infer-Warning" not in raw.headers or "draw" not in raw.headers["X-Infer-Warning"]
+    (call,) = (item for item in raw.parse().output if item.type == "custom_tool_call")
+    assert re.fullmatch(r'[xy]{3}\n"q', call.input)
+    lookahead = format | {"definition": "(?=a)a"}
+    asked["tools"] = [tool | {"format": lookahead}]
+    raw = client.responses.with_raw_response.create(**asked)
+    assert "the tool 'draw', but not held to it" in raw.headers["X-Infer-Warning"]
+
+
+# As Codex 0.148 to 0.171 sends what its agents tell each other. The message's argument is for
+# OpenAI's servers to encrypt.
+SPAWN = {
+    "type": "namespace",
+    "name": "collaboration",
+    "tools": [
+        {
+            "type": "function",
+            "name": "spawn_agent",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "message": {"type": "string", "encrypted": True},
+                    "task_name": {"type": "string"},
+                },
+            },
+        }
+    ],
+}
+TASK = "Message Type: NEW_TASK\nTask name: /root/worker\nSender: /root\nPayload:\nCount."
+AGENT_MESSAGE = {
+    "type": "agent_message",
+    "author": "/root",
+    "recipient": "/root/worker",
+    "content": [{"type": "input_text", "text": TASK}],
+}
+HIDDEN = {"type": "encrypted_content", "encrypted_content": "gAAAAAB"}
+
+
+def test_agents_of_codex_tell_each_other_texts() -> None:
+    delta = ToolCallDelta(0, "call_1", "collaboration__spawn_agent", '{"message": "Count."}')
+    engine = Scripted(Chunk("", 1, tool_calls=(delta,)), reason="tool_calls")
+    with serving(fake_service(engine)) as address:
+        body = {"input": [AGENT_MESSAGE], "tools": [SPAWN, TOOL], "stream": True}
+        _, data = ask(address, PATH, body, JSON)
+        old = AGENT_MESSAGE | {"content": [*AGENT_MESSAGE["content"], HIDDEN]}
+        response, _ = ask(address, PATH, {"input": [old, *MESSAGES]}, JSON)
+        refused, text = ask(address, PATH, {"input": [*MESSAGES, old]}, JSON)
+    item = next(each["item"] for each in events_of(data) if "item" in each)
+    assert (item["namespace"], item["name"]) == ("collaboration", "spawn_agent")
+    assert item["encrypted_function_args"] == []
+    prompt, args = engine.asked[0]
+    assert prompt == [{"role": "user", "content": TASK}]
+    properties = args["tools"][0]["function"]["parameters"]["properties"]
+    assert properties == {"message": {"type": "string"}, "task_name": {"type": "string"}}
+    assert "'encrypted_content' was left out" in (response.getheader("X-Infer-Warning") or "")
+    assert refused.status == 400
+    assert b"'encrypted_content' is not supported" in text
+
+
+def test_other_items_of_codex() -> None:
+    engine = Scripted(Chunk("ok", 1))
+    forecast = {"type": "function", "name": "forecast", "parameters": {"type": "object"}}
+    items = [
+        {"type": "additional_tools", "role": "developer", "tools": [PATCH, TOOL]},
+        *MESSAGES,
+        {**PATCH_CALL, "call_id": "c1", "input": PATCHED},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done."},
+        {"type": "tool_search_call", "call_id": "s1", "execution": "client", "arguments": {"q": 1}},
+        {"type": "tool_search_output", "call_id": "s1", "status": "completed", "tools": [forecast]},
+        {"type": "configuration_update", "reasoning": {"effort": "high"}},
+        {
+            "type": "local_shell_call",
+            "call_id": "c2",
+            "status": "completed",
+            "action": {"type": "exec", "command": ["ls"]},
+        },
+        {"type": "function_call_output", "call_id": "c2", "output": "a.py"},
+    ]
+    with serving(fake_service(engine)) as address:
+        response, _ = ask(address, PATH, {"input": items, "tools": [TOOL]}, JSON)
+        summary = {"type": "context_compaction", "encrypted_content": "gAAAAAB"}
+        refused, text = ask(address, PATH, {"input": [summary, *MESSAGES]}, JSON)
+    assert response.status == 200
+    warned = response.getheader("X-Infer-Warning") or ""
+    assert [kind in warned for kind in ("tool_search_call", "configuration_update")] == [True, True]
+    prompt, args = engine.asked[0]
+    names = [tool["function"]["name"] for tool in args["tools"]]
+    assert names == ["get_weather", "apply_patch", "forecast"]
+    called = [each["tool_calls"][0] for each in prompt if "tool_calls" in each]
+    assert json.loads(called[0]["function"]["arguments"]) == {"input": PATCHED}
+    assert called[1]["function"]["name"] == "local_shell"
+    assert json.loads(called[1]["function"]["arguments"])["command"] == ["ls"]
+    outputs = [(each["tool_call_id"], each["content"]) for each in prompt if each["role"] == "tool"]
+    assert outputs == [("c1", "Done."), ("c2", "a.py")]
+    assert (refused.status, b"'context_compaction' is not supported" in text) == (400, True)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        ({"tools": [TOOL, PATCH | {"name": "get_weather"}]}, "two tools with the name"),
         ({"previous_response_id": "resp_1"}, "Send the whole input"),
         ({"conversation": "conv_1"}, "Send the whole input"),
         ({"background": True}, "not supported"),

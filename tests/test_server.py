@@ -729,7 +729,7 @@ def test_a_stream_that_nobody_reads_frees_its_place(
     connection.close()
     wait_for(lambda: service.admission.count == 0)
     llm.generate("One", max_tokens=1)  # the engine makes a step, and sees it
-    assert not llm.engine._answers
+    assert not llm.engine.jobs.of
     assert llm.stats().cache.in_use == 0
 
 

@@ -19,6 +19,7 @@ from test_lower import Everywhere
 
 from infer.engine.prediction import with_shared
 from infer.engine.speculation import MAX_DRAFT
+from infer.engine.steps import Loaded
 from infer.kernels.checks import functions
 from infer.kernels.checks.functions import validate
 from infer.kernels.compiler.compile import lower
@@ -417,7 +418,7 @@ def model_specs(
         predictor = predictor.of(HiddenStates.new(dry, c.hidden_size, 8))
         plan = plan_random(predictor.weights(), "f32").joined()
         own = {w.name: allocate(dry, w.shape, dtype, unit=w.spec.unit) for w in plan.weights}
-        behind = with_shared(own, weights)
+        behind = with_shared(Loaded(predictor, own), Loaded(model, weights)).weights
     for kv_dtype, fuse, (rows, logits) in steps:
         caches: list[Cache] = []
         ropes = []

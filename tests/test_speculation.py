@@ -26,7 +26,14 @@ import infer.engine.scheduler
 from infer.engine.answers import Answer
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
-from infer.engine.speculation import MAX_DRAFT, Drafter, Guess, PromptLookup, Speculation
+from infer.engine.speculation import (
+    MAX_DRAFT,
+    Drafter,
+    Guess,
+    NoSpeculation,
+    PromptLookup,
+    Speculation,
+)
 from infer.kernels.errors import RequestError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import Recorded
@@ -149,11 +156,11 @@ def _take(answer: Answer, own: Taken) -> bool:
 
 def plainly(engine: Engine, *args: Any, **options: Any) -> list[Taken]:
     """Without drafts."""
-    before, engine.verification.speculation = engine.speculation, None
+    before, engine.runner.speculation = engine.runner.speculation, NoSpeculation()
     try:
         return run(engine, *args, **options)
     finally:
-        engine.verification.speculation = before
+        engine.runner.speculation = before
         engine.forget()
 
 
@@ -166,15 +173,15 @@ def with_drafts(
     **options: Any,
 ) -> list[Taken]:
     answers = ([*ids, *own.ids] for ids, own in zip(prompts, expected, strict=True))
-    before = engine.speculation
+    before = engine.runner.speculation
     assert before is not None
-    engine.verification.speculation = Speculation(
+    engine.runner.speculation = Speculation(
         before.kinds, measures=False, drafter=lambda: Known([next(answers)], PATTERNS[pattern])
     )
     try:
         found = run(engine, prompts, params, **options)
     finally:
-        engine.verification.speculation = before
+        engine.runner.speculation = before
     for own, other in zip(found, expected, strict=True):
         assert own.ids == other.ids
         assert own.logprobs == pytest.approx(other.logprobs, abs=1e-3)
@@ -372,7 +379,7 @@ def test_a_drafter_begins_while_the_prompt_is_computed(engine_of: Callable[..., 
     engine = engine_of("llama", prefill_chunk=16)
     with pytest.MonkeyPatch.context() as patch:
         speculation = Speculation([8], measures=False, drafter=Noted)
-        patch.setattr(engine.verification, "speculation", speculation)
+        patch.setattr(engine.runner, "speculation", speculation)
         ids = prompts_of("llama")[0][:40]
         engines.answer(engine, ids, 1)
         params = SamplingParams(max_tokens=3, temperature=0.0).resolved({})
@@ -389,15 +396,15 @@ def test_stop_ids_end_an_answer_in_the_middle_of_a_draft(engine_of: Callable[...
     known = [Taken(expected.ids)]
     for cut in range(3):  # the end is at other places of a draft
         engine.forget()
-        before, engine.verification.speculation = engine.speculation, None
+        before, engine.runner.speculation = engine.runner.speculation, NoSpeculation()
         prompt = [*ids, *expected.ids[:cut]]
-        engine.verification.speculation = Speculation(
+        engine.runner.speculation = Speculation(
             [8], measures=False, drafter=lambda: Known([[*ids, *known[0].ids]])
         )
         answer = engine.generate(prompt, params_of("greedy"), stop_ids=[expected.ids[stop]])
         assert [step.token for step in answer] == expected.ids[cut : stop + 1]
         assert answer.timings.accepted_tokens > 0
-        engine.verification.speculation = before
+        engine.runner.speculation = before
     stats = engine.pool.stats
     assert stats.in_use == 0
 
@@ -405,9 +412,9 @@ def test_stop_ids_end_an_answer_in_the_middle_of_a_draft(engine_of: Callable[...
 def test_a_cancelled_answer_leaves_nothing(engine_of: Callable[..., Engine]) -> None:
     engine, ids = engine_of("llama"), prompts_of("llama")[0]
     (expected,) = plainly(engine, [ids], params_of("greedy"))
-    before = engine.speculation
+    before = engine.runner.speculation
     known = Known([[*ids, *expected.ids]])
-    engine.verification.speculation = Speculation([8], measures=False, drafter=lambda: known)
+    engine.runner.speculation = Speculation([8], measures=False, drafter=lambda: known)
     answer = engine.generate(ids, params_of("greedy"))
     next(answer)
     next(answer)
@@ -416,7 +423,7 @@ def test_a_cancelled_answer_leaves_nothing(engine_of: Callable[..., Engine]) -> 
     assert engine.pool.stats.in_use == 0
     (again,) = run(engine, [ids], params_of("greedy"))
     assert again.ids == expected.ids
-    engine.verification.speculation = before
+    engine.runner.speculation = before
 
 
 @others_full("case", ["llama", *STATES], [])
@@ -426,7 +433,7 @@ def test_many_answers_come_and_go(
     """Closed at any time, failing, left unread, out of pages: each that is compared is right."""
     monkeypatch.setattr(infer.engine.scheduler, "HEADROOM", 8)
     engine = engine_of(case, max_batch=4, context=3 * PAGE, cache_positions=7 * PAGE)
-    before, soak = engine.speculation, Soak(engine)
+    before, soak = engine.runner.speculation, Soak(engine)
     known = [[*ids, *answer] for ids, answer in soak.clear.items()]
     junk = random.Random(0)
 
@@ -434,12 +441,14 @@ def test_many_answers_come_and_go(
         def draft(self, tokens: Sequence[int], most: int) -> list[int]:
             return super().draft(tokens, most) or junk.choices(range(50), k=junk.randrange(most))
 
-    engine.verification.speculation = Speculation(
-        engine.steps.draft_kinds, measures=False, drafter=lambda: Mixed(known, PATTERNS["mixed"])
+    engine.runner.speculation = Speculation(
+        engine.runner.kinds.draft_rows,
+        measures=False,
+        drafter=lambda: Mixed(known, PATTERNS["mixed"]),
     )
     preemptions = engine.scheduler.preemptions
     assert soak.run(100, seed=3) > 4
-    engine.verification.speculation = before
+    engine.runner.speculation = before
     assert engine.scheduler.preemptions > preemptions
     engine.settle()  # takes in who was closed last
     assert engine.scheduler.idle
@@ -457,11 +466,11 @@ def test_what_is_finished_is_sent(
     params = [held if i % 2 else params_of("greedy") for i in range(len(prompts))]
     expected = plainly(engine, prompts, params)
     known = [[*ids, *own.ids] for ids, own in zip(prompts, expected, strict=True)]
-    before = engine.speculation
-    engine.verification.speculation = Speculation(
+    before = engine.runner.speculation
+    engine.runner.speculation = Speculation(
         [8], measures=False, drafter=lambda: Known(known, PATTERNS["mixed"])
     )
-    record, send = engine.queue.record, engine.queue.send
+    record, send = engine.runner.queue.record, engine.runner.queue.send
     finished: set[Recorded] = set()
 
     def recorded(*args: Any, **options: Any) -> Recorded:
@@ -474,19 +483,19 @@ def test_what_is_finished_is_sent(
         finished.discard(made)
         return send(made)
 
-    monkeypatch.setattr(engine.queue, "record", recorded)
-    monkeypatch.setattr(engine.queue, "send", sent)
+    monkeypatch.setattr(engine.runner.queue, "record", recorded)
+    monkeypatch.setattr(engine.runner.queue, "send", sent)
     drops = 0
-    discard = engine.resident.discard
+    discard = engine.runner.resident.discard
 
     def counted(*args: Any) -> None:
         nonlocal drops
         drops += 1
         discard(*args)
 
-    monkeypatch.setattr(engine.resident, "discard", counted)
+    monkeypatch.setattr(engine.runner.resident, "discard", counted)
     found = run(engine, prompts, params)
-    engine.verification.speculation = before
+    engine.runner.speculation = before
     assert [own.ids for own in found] == [own.ids for own in expected]
     assert drops
     assert len(finished) <= 2  # a body and a head
@@ -501,7 +510,7 @@ def assert_an_interrupt_changes_nothing(
     expected: Sequence[int],
 ) -> None:
     """Before or after the queue has done it, at each of the first times."""
-    real, calls, stop_at, is_done = getattr(engine.queue, where), 0, 0, False
+    real, calls, stop_at, is_done = getattr(engine.runner.queue, where), 0, 0, False
 
     def interrupted(*args: Any, **options: Any) -> Any:
         nonlocal calls
@@ -513,7 +522,7 @@ def assert_an_interrupt_changes_nothing(
             raise KeyboardInterrupt
         return value
 
-    monkeypatch.setattr(engine.queue, where, interrupted)
+    monkeypatch.setattr(engine.runner.queue, where, interrupted)
     for at, done in product(range(1, 4), (False, True)):
         calls, stop_at, is_done, found = 0, at, done, list[int]()
         answer = engine.generate(ids, params)
@@ -532,12 +541,12 @@ def test_an_interrupt_changes_nothing(
     engine, ids = engine_of(case), prompts_of(case)[0]
     params = params_of("greedy")
     (expected,) = plainly(engine, [ids], params)
-    before = engine.speculation
-    engine.verification.speculation = Speculation(
+    before = engine.runner.speculation
+    engine.runner.speculation = Speculation(
         [8], measures=False, drafter=lambda: Known([[*ids, *expected.ids]], PATTERNS["mixed"])
     )
     assert_an_interrupt_changes_nothing(engine, monkeypatch, where, ids, params, expected.ids)
-    engine.verification.speculation = before
+    engine.runner.speculation = before
 
 
 def test_adapters_by_row(own_device: Device) -> None:
@@ -563,18 +572,18 @@ def test_a_chat_goes_on_from_an_answer_with_drafts(
     and wherever in a draft the answer ends."""
     engine, ids = engine_of(case, max_batch=1), prompts_of(case)[0]
     (whole,) = plainly(engine, [ids], params_of("greedy"))
-    before = engine.speculation
+    before = engine.runner.speculation
     lost = set[int]()
     for last in range(1 + MAX_DRAFT):
         if whole.ids[last] in whole.ids[:last]:
             continue
         engine.forget()
-        engine.verification.speculation = Speculation(
+        engine.runner.speculation = Speculation(
             [8], measures=False, drafter=lambda: Known([[*ids, *whole.ids]])
         )
         (found,) = run(engine, [ids], params_of("greedy"), stop_ids=[whole.ids[last]])
         assert found.ids == whole.ids[: last + 1]
-        engine.verification.speculation = None
+        engine.runner.speculation = NoSpeculation()
         turn = [*ids, *found.ids, 5, 6, 7]
         second = engines.answer(engine, turn, 4)
         lost.add(len(ids) + last - engine.timings.reused_tokens)
@@ -582,7 +591,7 @@ def test_a_chat_goes_on_from_an_answer_with_drafts(
         fresh = engines.answer(engine, turn, 4)
         assert second.token_ids == fresh.token_ids
         assert relative_error(second.logits, fresh.logits) <= 1e-5
-    engine.verification.speculation = before
+    engine.runner.speculation = before
     assert min(lost) == 0 < max(lost) <= MAX_DRAFT
 
 

@@ -320,7 +320,7 @@ def assert_same(actual: Answer, expected: Answer) -> None:
 
 
 def layer_states(engine: Engine) -> list[LayerState]:
-    return [cache for cache in engine.steps.caches if isinstance(cache, LayerState)]
+    return [cache for cache in engine.runner.caches.layers if isinstance(cache, LayerState)]
 
 
 def states_of(engine: Engine) -> NDArray[np.float32]:
@@ -406,7 +406,7 @@ def test_an_interrupt_leaves_no_wrong_state(
     next_ids = [*prompt_ids[:shared], 5, 6, 7]
     expected = fresh(engine, next_ids)
     answer(engine, prompt_ids[:20], 2)
-    submit, calls = engine.queue.submit, iter(range(count))
+    submit, calls = engine.runner.queue.submit, iter(range(count))
 
     def interrupted(*args: Any) -> Any:
         last = next(calls) == count - 1
@@ -418,7 +418,7 @@ def test_an_interrupt_leaves_no_wrong_state(
         return submission
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.queue, "submit", interrupted)
+        patch.setattr(engine.runner.queue, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             answer(engine, prompt_ids, STEPS)
     assert_same(answer(engine, next_ids, STEPS), expected)
@@ -443,4 +443,4 @@ def test_a_state_costs_the_same_in_any_context(device: Device, tmp_path: Path) -
         short, long = (build_engine(device, folder, context=n) for n in (256, 512))
         sizes = [[b.nbytes for s in layer_states(e) for b in s.buffers] for e in (short, long)]
         assert sizes[0] == sizes[1] == 2 * [4 * 2 * 64]
-        assert len(long.steps.cache.layers) == 1
+        assert len(long.runner.caches.kv.layers) == 1

@@ -235,9 +235,9 @@ def test_a_prompt_in_many_submissions(
     expected = [step.token for step in masked(engine, ids, logprobs=1, **SAMPLED)]
     assert every_third(engine.vocab_size, [])[expected[0]]
     engine.forget()
-    engine.sampler.masks[:] = 0
-    engine.sampler.write_masks(0, 3)
-    monkeypatch.setattr(engine.pace, "submissions", lambda rows, position: pieces)
+    engine.runner.sampler.masks[:] = 0
+    engine.runner.sampler.write_masks(0, 3)
+    monkeypatch.setattr(engine.runner.pace, "submissions", lambda rows, position: pieces)
     assert [step.token for step in masked(engine, ids, logprobs=1, **SAMPLED)] == expected
 
 
@@ -246,14 +246,14 @@ def test_only_steps_with_a_mask_are_submitted_in_two_parts(
 ) -> None:
     engine = engine_of("llama", max_batch=4)
     ids: list[int] = reference("llama").prompt_ids.tolist()[:5]
-    send, count = engine.queue.send, 0
+    send, count = engine.runner.queue.send, 0
 
     def counted(*args: Any) -> Any:
         nonlocal count
         count += 1
         return send(*args)
 
-    monkeypatch.setattr(engine.queue, "send", counted)
+    monkeypatch.setattr(engine.runner.queue, "send", counted)
     for begin, parts in ((free, 1), (masked, 2)):
         engine.forget()
         count = 0
@@ -919,11 +919,10 @@ def test_what_is_forced_is_drafted(llm: LLM, drafting: LLM) -> None:
     assert not any(result.timings.drafted_tokens for result in expected)
     engine = drafting.engine
     assert isinstance(engine, Engine)
-    assert engine.speculation is not None
-    before = engine.speculation
-    engine.verification.speculation = Speculation(before.kinds, measures=False, drafter=Clueless)
+    before = engine.runner.speculation
+    engine.runner.speculation = Speculation(before.kinds, measures=False, drafter=Clueless)
     found = held_answers(drafting, False)
-    engine.verification.speculation = before
+    engine.runner.speculation = before
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
     drafted = [result.timings.drafted_tokens for result in found]
     assert [result.timings.accepted_tokens for result in found] == drafted

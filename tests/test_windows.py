@@ -13,17 +13,23 @@ from engines import Compiled, answer, build_engine, scores, sharing
 from reference_models import TOLERANCE, relative_error, write_with_window
 
 import infer
+from infer.cli.report import ModelReport
+from infer.cli.serve import cache_text
 from infer.engine import host_tier
 from infer.engine.engine import Engine
 from infer.engine.host_tier import HostTier
 from infer.engine.options import EngineOptions
 from infer.engine.pages import Match
 from infer.engine.scheduler import Scheduler, Sequence
+from infer.engine.steps import Loaded
+from infer.inspection import inspect_model
 from infer.kernels.errors import OutOfMemoryError
+from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import Buffer, Device, DryDevice, Limits
 from infer.kernels.state.kv_cache import PAGE
 from infer.memory import MemoryCount, cache_positions, kv_bytes_per_position, window_bytes
-from infer.models import build_model
+from infer.models import build_model, open_model
+from infer.models.blocks.decoder import Decoder
 from infer.models.loading.plan import plan_random
 from infer.models.loading.shapes import shape_config
 from infer.sampling import SamplingParams
@@ -42,11 +48,11 @@ def made(own_device: Device, tmp_path_factory: pytest.TempPathFactory) -> Make:
         folder = write_with_window(case, tmp_path_factory.mktemp(case) / case, window)
         with pytest.MonkeyPatch.context() as patch:
             if not apart:
-                patch.setattr(infer.engine.steps, "window_pages", lambda *_: 0)
+                patch.setattr(infer.engine.caches, "window_pages", lambda *_: 0)
             if options.get("speculate") == "draft":
                 options["draft"] = folder
             engine = build_engine(own_device, folder, **OPTIONS | options)
-        assert (engine.steps.windows is not None) == apart
+        assert (engine.runner.caches.windows is not None) == apart
         return engine
 
     return make
@@ -159,7 +165,10 @@ def test_a_load(made: Make, case: str, load: str, monkeypatch: pytest.MonkeyPatc
     assert stats.host_cache is not None
     assert (stats.host_cache.restored > 0) == ("host_cache" in options)
     assert windows.touched <= windows.pages < engine.options.pages
-    assert engine._pages == (engine.steps.cache.n_pages, engine.steps.windows.n_pages)
+    assert engine.runner.room == (
+        engine.runner.caches.kv.n_pages,
+        engine.runner.caches.windows.n_pages,
+    )
 
 
 def test_too_few_pages(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,11 +185,11 @@ def test_too_few_pages(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
 def forget_windows(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     """Let every page that a sequence has no more, or never had, be one that is not a number; and
     all of the cache that is not written."""
-    windows, cache = engine.pool.windows, engine.steps.windows
+    windows, cache = engine.pool.windows, engine.runner.caches.windows
     assert windows is not None
     assert cache is not None
     engine.forget()
-    for own in (engine.steps.cache, cache):
+    for own in (engine.runner.caches.kv, cache):
         for layer in own.layers:
             for buffer in (layer.keys, layer.values):
                 nan = np.full(buffer.nbytes // 4, np.nan, np.float32)
@@ -247,13 +256,13 @@ def test_no_memory_for_more_windows(
     with sharing(compiled), Device.open() as device:
         folder = write_with_window("gemma3_text", tmp_path / "gemma3", 100)
         engine = build_engine(device, folder, **OPTIONS, first_positions=256)
-        assert engine.steps.windows is not None
+        assert engine.runner.caches.windows is not None
         short = text(engine, 1, 150)
         expected = answer(engine, short, 20)
         grow = Device.grow
 
         def full(self: Device, buffer: Buffer, nbytes: int, kept: Any) -> None:
-            if any(buffer in (own.keys, own.values) for own in engine.steps.windows.layers):
+            if any(buffer in (own.keys, own.values) for own in engine.runner.caches.windows.layers):
                 raise OutOfMemoryError("There is no memory.")
             grow(self, buffer, nbytes, kept)
 
@@ -299,13 +308,15 @@ def test_memory_is_counted() -> None:
     device = DryDevice(limits, None)
     weights = {weight.name: weight.allocate(device) for weight in count.plan.weights}
     before = device.allocated
-    engine = Engine(device, model, weights, options)
-    assert engine.steps.windows is not None
+    engine = Engine(device, Loaded(model, weights), options)
+    assert engine.runner.caches.windows is not None
     start = device.allocated
-    engine._grow(options.pages, engine.steps.window_pages)
+    engine.runner.grow((options.pages, engine.runner.caches.window_pages))
     assert device.allocated - before + count._weight_bytes <= need.total
     sizes = [
-        b.nbytes for cache in (engine.steps.cache, engine.steps.windows) for b in cache.buffers
+        b.nbytes
+        for cache in (engine.runner.caches.kv, engine.runner.caches.windows)
+        for b in cache.buffers
     ]
     tables = 2 * 4 * 8 * 131072 // PAGE
     assert sum(sizes) - tables == need.kv_cache
@@ -334,8 +345,9 @@ def test_memory_for_windows_alone() -> None:
     """Where all layers have a window, a cache holds all that answers can have."""
     model = build_model(shape_config("gpt-oss-20b"))
     model = type(model)(replace(model.config, windows=(128,) * 24))
-    options = EngineOptions(context=4096, max_batch=4)
-    assert cache_positions(4 << 30, model, None, options) == 4 * 131072
+    options = EngineOptions(context=131072, max_batch=4)
+    # Those of four answers, and of four prompts whose windows are kept.
+    assert cache_positions(4 << 30, model, None, options) == 8 * 131072
     assert cache_positions(1 << 20, model, None, options) == (1 << 20) // (24 * 2048)
 
 
@@ -345,7 +357,7 @@ def test_prompts_of_one_step(made: Make) -> None:
         made("gemma3_text", apart=apart, max_batch=4, invariant=False, prefill_chunk=256)
         for apart in (True, False)
     )
-    assert engine.steps.prompts > 1
+    assert engine.runner.kinds.prompts > 1
     begin = text(engine, 1, 90)
     prompts = [[*begin, *text(engine, i, 10 + i)] for i in range(4)]
     params = replace(PARAMS, max_tokens=2)
@@ -362,9 +374,69 @@ def test_steps_by_hand(made: Make) -> None:
     """Sequence 0 has pages for its context."""
     engine = made("gemma3_text")
     with engine.alone():
-        pages, windows = engine.resident.pages[0], engine.resident.windows[0]
+        pages, windows = engine.runner.resident.pages[0], engine.runner.resident.windows[0]
         assert pages == list(range(24))
         assert len(windows) == 24
-        count = engine.steps.windows.n_pages
+        count = engine.runner.caches.windows.n_pages
         assert max(windows) < count
         assert all(len({*windows[i : i + 4]}) == 4 for i in range(20))
+
+
+def fitted(model: Decoder, options: EngineOptions) -> EngineOptions:
+    """What loading makes of options, with as much memory as it takes."""
+    limits = Limits(max_binding=1 << 32, max_buffer=1 << 32)
+    gpu = AdapterInfo(0, "a GPU", "discrete", "Vulkan", "1", frozenset(), {})
+    count = MemoryCount(model, plan_random(model.weights(), "bf16"), limits, gpu)
+    found = count.fitting(options)
+    assert count.needed(found).total == count.needed(options).total
+    return found
+
+
+def test_positions_that_take_no_memory_are_there_by_default() -> None:
+    mixed = build_model(shape_config("gpt-oss-20b"))
+    narrow = type(mixed)(replace(mixed.config, windows=(128,) * 24))
+    wide = type(mixed)(replace(mixed.config, windows=(4096,) * 24))
+    options = EngineOptions(context=16384, max_batch=8)
+    assert fitted(narrow, options).pages == (8 + 8) * 16384 // PAGE
+    assert fitted(narrow, replace(options, max_batch=1)).pages == (1 + 4) * 16384 // PAGE
+    own = replace(options, cache_positions=20000)
+    # Where others take memory, where windows would take more, and where it is asked for.
+    for model, given in ((mixed, options), (wide, options), (narrow, own)):
+        assert fitted(model, given) == given
+
+
+def test_answers_have_room_for_whole_contexts(made: Make, tmp_path: Path) -> None:
+    model, _ = open_model(write_with_window("mistral_sliding", tmp_path / "model", 100))
+    options = fitted(model, EngineOptions(context=1500, max_batch=2, prefill_chunk=64))
+    engine = made("mistral_sliding", max_batch=2, cache_positions=options.cache_positions)
+    prompts = [text(engine, seed, 1300) for seed in (1, 2)]
+    # Of two such answers at once, one waits without these positions.
+    for own, count in ((engine, 2), (made("mistral_sliding", max_batch=2), 1)):
+        running = [iter(own.generate(prompt, PARAMS)) for prompt in prompts]
+        for _ in range(20):
+            next(running[0])
+        assert own.stats().running == count
+        for steps in running:
+            list(steps)
+        assert own.stats().preemptions == 0
+    assert reused(engine, prompts[0]) == 1299
+    cache = engine.stats().cache
+    assert (cache.tokens, cache.window) == (-(-6 * 1500 // PAGE) * PAGE, 100)
+    assert 0 < cache.window_pages_used <= cache.window_pages < 1500 // PAGE + 18
+    assert cache_text(cache) == (
+        f"9,024 tokens of all answers; {cache.window_pages * PAGE:,} in layers that see the last "
+        "100 of each"
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("mistral_sliding", "for 1,500 tokens (all layers see the last 40 alone, in f16)"),
+        ("gemma3_text", "for layers that see the last 40, in f16)"),
+    ],
+)
+def test_memory_of_windows_is_told(tmp_path: Path, case: str, told: str) -> None:
+    inspection = inspect_model(str(write_with_window(case, tmp_path / "model", 40)), context=1500)
+    assert (inspection.kv_window, inspection.kv_window_bytes > 0) == (40, True)
+    assert told in " ".join(ModelReport(inspection).text().split())

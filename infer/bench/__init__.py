@@ -1,1 +1,1 @@
-"""The benchmark."""
+"""The benchmark behind `infer bench`."""

@@ -1,5 +1,6 @@
-"""Drafts of which it is decreed how many are right: the speed of speculation, without a model that
-can be guessed. They are verified as any others are; then the ids are replaced."""
+"""Simulates drafts that are right with a given probability: the speed of speculation on a model of
+random weights, whose tokens nothing could guess. The drafts are verified like real ones; then the
+ids of the tokens are replaced."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ from infer.kernels.state.step import NO_TOKEN
 
 
 class Decreed(Speculation):
-    """accept: how likely a drafted token is right. count: tokens drafted for each sequence in every
-    step, as far as there is room; None: as many as are measured to pay."""
+    """Drafts arbitrary tokens and decides at random whether each counts as right. accept: the
+    probability of that. count: tokens drafted for each sequence in every step, as far as there is
+    room; None: as many as are measured to pay."""
 
     def __init__(
         self, kinds: Sequence[int], accept: float, count: int | None, vocab_size: int
@@ -49,8 +51,8 @@ class Decreed(Speculation):
 
 
 class DecreedModel(ModelSpeculation):
-    """Decrees which tokens of a draft model count as right. Only the GPU knows what was drafted, so
-    where a wrong one is decreed to be right, a token that was not drafted stands for it."""
+    """Decides at random which tokens of a draft model count as right. Only the GPU knows what was
+    drafted, so if a wrong token counts as right, a token that was not drafted stands for it."""
 
     def __init__(
         self, kinds: Sequence[int], accept: float, count: int | None, vocab_size: int
@@ -78,17 +80,17 @@ class DecreedModel(ModelSpeculation):
 
 
 class _ModelGuess(ModelGuess):
-    """It knows how likely its ids are right."""
+    """The place of a draft model's tokens, with the given chances of being right."""
 
     def __init__(self, accept: float) -> None:
         super().__init__([])
         self._accept = accept
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Nothing is learnt."""
+        """Does nothing: the chances are given."""
 
     def verified(self, drafted: int, right: int) -> None:
-        """Nor here."""
+        """Does nothing: the chances are given."""
 
     @property
     def chances(self) -> list[float]:
@@ -96,7 +98,7 @@ class _ModelGuess(ModelGuess):
 
 
 class _Guess(Guess):
-    """Any ids, of which it knows how likely they are right."""
+    """Drafts of arbitrary ids, with the given chances of being right."""
 
     def __init__(self, accept: float, vocab_size: int) -> None:
         super().__init__(_Anything(vocab_size))

@@ -20,11 +20,14 @@ from infer.engine.answers import Answer
 from infer.engine.constraint import Constraint
 from infer.engine.engine import Engine
 from infer.engine.options import AHEAD
-from infer.engine.speculation import MAX_DRAFT
+from infer.engine.prompts import Prompt
+from infer.engine.recordings import Recipe
+from infer.engine.speculation import MAX_DRAFT, NoSpeculation
+from infer.engine.token_engine import Request
 from infer.kernels.errors import RequestError
 from infer.kernels.gpu.plan import Dispatch, needed
 from infer.kernels.gpu.profile import profile_passes
-from infer.kernels.gpu.record import Copy
+from infer.kernels.gpu.record import Copy, Recording
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.state.kv_cache import PAGE, kv_cache_bytes
 from infer.kernels.state.step import HEADER, ROW, pack_step
@@ -49,8 +52,8 @@ _WARM_UP_SECONDS = 0.3  # a GPU that was idle needs work before its clock is up
 _HOST_STEPS = 32
 LEAST_PASS = 1e-4  # seconds that a timed pass takes at least: a pass itself costs some 3 µs
 
-BATCH_DEPTH = 128  # tokens before those of a batch, where nobody says how many
-BATCH_TOKENS = 32  # of each answer in a run of it
+BATCH_DEPTH = 128  # default number of tokens before the batch
+BATCH_TOKENS = 32  # tokens of each answer in a run
 _SETTLE = 2  # steps of all of a batch before those that are timed: the first gathers their rows
 _PROBE = 16  # tokens of a prompt that tells how fast a prefill is, to choose its size
 _SECONDS = 45.0  # that all tests take at most where their sizes are chosen
@@ -78,9 +81,9 @@ _SIZES = (Sizes(), Sizes(256, 64, 3), Sizes(128, 32, 2), Sizes(64, 16, 1), Sizes
 
 
 def weight_bytes_per_token(engine: Engine) -> int:
-    """Bytes of the matrices that decode multiplies with, an adapter's among them: all but
-    embeddings that are not also the head, of which it looks up a row, and the experts that a token
-    is not routed to."""
+    """Bytes of the weights that decode reads for a token, a LoRA adapter's included. Embeddings
+    that are not also the head do not count, as only a row of them is read, nor do experts that the
+    token is not routed to."""
     tied = engine.model.config.tie_word_embeddings
     beside = engine.adapters.always.values()
     return sum(change.a.nbytes + change.b.nbytes for change in beside) + sum(
@@ -92,9 +95,9 @@ def weight_bytes_per_token(engine: Engine) -> int:
 
 
 def cache_bytes_per_token(model: Decoder, kv_dtype: str, prompt_tokens: int, tokens: int) -> float:
-    """Bytes of keys and values that a decode step reads, mean over `tokens` steps after a prompt:
-    step i attends to prompt_tokens + i positions, or to what a layer's window leaves of them. And
-    of the states that it reads and writes."""
+    """Bytes of keys and values that a decode step reads, as the mean over `tokens` steps after a
+    prompt, and of the layer states that it reads and writes. Step i attends to prompt_tokens + i
+    positions, or fewer in layers with a window."""
     c = model.config
     lengths = range(prompt_tokens + 1, prompt_tokens + tokens + 1)
     read = sum(
@@ -106,29 +109,30 @@ def cache_bytes_per_token(model: Decoder, kv_dtype: str, prompt_tokens: int, tok
 
 
 def _attended(config: DecoderConfig, lengths: range) -> Iterator[tuple[int, int]]:
-    """Each layer with attention, and the positions that it attends to at all these lengths."""
+    """Yields each layer with attention, and the sum of the positions that it attends to at these
+    lengths."""
     for layer, (window, state) in enumerate(zip(config.windows, config.states, strict=True)):
         if state is None:
             yield layer, sum(min(length, window or length) for length in lengths)
 
 
 def prefill_flops(model: Decoder, tokens: int, cached: int = 0) -> int:
-    """Operations of a prefill, for tokens that are not cached: 2 for every value of a layer's
-    matrices that a token multiplies with, and of the head for the last token; 4 in attention for
-    every query value and position that it attends to. Those of an adapter beside the weights are
-    left out."""
+    """Operations of a prefill of the tokens that are not cached: 2 for each value of a layer's
+    matrices and each token, 2 for each value of the head for the last token, and 4 in attention for
+    each query value and each position that it attends to. A LoRA adapter beside the weights does
+    not count."""
     return _flops(model, range(cached + 1, tokens + 1), heads=1)
 
 
 def decode_flops(model: Decoder, prompt_tokens: int, tokens: int) -> int:
-    """Operations of so many decode steps of one sequence after a prompt, counted as those of
+    """Operations of `tokens` decode steps of one sequence after a prompt, counted as in
     `prefill_flops`, but with the head in each step."""
     return _flops(model, range(prompt_tokens + 1, prompt_tokens + tokens + 1), heads=tokens)
 
 
 def _flops(model: Decoder, lengths: range, heads: int) -> int:
-    """Operations of a token for each of these lengths, the positions that it attends to, and of the
-    head so many times."""
+    """Operations for one token at each of these lengths (the positions that it attends to), and for
+    the head, `heads` times."""
     c = model.config
     head = c.vocab_size * c.hidden_size
     layers = sum(
@@ -154,8 +158,8 @@ class EngineBench:
         self.engine, self.bandwidth = engine, bandwidth
         self.repeats, self.progress = repeats, progress
         # Nothing is drafted but in tests of drafts.
-        self.draft = engine.draft
-        engine.verification.draft = engine.verification.speculation = None
+        self.drafter = engine.runner.drafter
+        engine.verification.draft_by(NoSpeculation())
 
     def sizes(
         self, prompt: int | None, decode: int | None, repeats: int | None, depth: int
@@ -186,7 +190,7 @@ class EngineBench:
         return chosen
 
     def prefill(self, tokens: int, cached: int = 0) -> Row:
-        """cached: how many of the tokens are in the cache before."""
+        """The prefill test. cached: how many of the tokens are in the cache before."""
         ids = self._ids(tokens)
 
         def run() -> float:
@@ -209,8 +213,8 @@ class EngineBench:
         )
 
     def decode(self, tokens: int, depth: int, *ways: SamplingParams) -> list[Row]:
-        """The decode test for each way to sample. Their runs alternate, so that what slows the
-        machine down for a while slows down all of them."""
+        """The decode test, once for each way to sample. Runs of the ways alternate, so that a slow
+        moment of the machine slows all of them."""
         # Decode needs a token to begin with. A longer prompt is in the cache after the warm-up.
         ids = self._ids(max(depth, 1))
         test = f"tg{tokens} @ d{depth}" if depth else f"tg{tokens}"
@@ -227,12 +231,12 @@ class EngineBench:
         ]
 
     def batch(self, rows: int, tokens: int, depth: int) -> Row:
-        """Decode of so many answers at once, each after `depth` tokens: a prompt of its own, and
-        what it has generated while the last of them began."""
+        """Decode `rows` answers at once, each with `depth` tokens before it: a prompt of its own,
+        and what it has generated while the last answers began."""
         draw = random.Random(1)
         ids, end = range(self.engine.vocab_size), batch_positions(rows, depth, tokens)
         # Answers begin a few in each step; those that began a step before have a token more then.
-        steps = [i // self.engine.steps.prompts for i in range(rows)]
+        steps = [i // self.engine.runner.kinds.prompts for i in range(rows)]
         lengths = [max(1, depth - _SETTLE - (steps[-1] - step)) for step in steps]
         prompts = [draw.choices(ids, k=depth)[:length] for length in lengths]
         for prompt in prompts:  # cached from here on, so that one step begins it
@@ -241,11 +245,13 @@ class EngineBench:
 
         def run() -> float:
             answers = [
-                self.engine.generate(prompt, replace(GREEDY, max_tokens=end - len(prompt)))
+                self.engine.answer(
+                    Request(Prompt(prompt), replace(GREEDY, max_tokens=end - len(prompt)))
+                )
                 for prompt in prompts
             ]
             try:
-                for _ in range(1 + _SETTLE):  # of the last, when all others have begun
+                for _ in range(1 + _SETTLE):  # steps of the last answer, after all others began
                     next(answers[-1])
                 before, begin = [answer.count for answer in answers], time.perf_counter()
                 for _ in range(tokens):
@@ -273,21 +279,20 @@ class EngineBench:
         return replace(row, sequences=rows, flops=flops, flops_per_second=rate)
 
     def drafts(self, rows: int, tokens: int, depth: int, accept: float, count: int | None) -> Row:
-        """Decode of so many answers at once, each after `depth` tokens, with drafts of which each
-        is right with a probability; count: for a step, or None: as many as pay."""
+        """Decode `rows` answers at once, each after `depth` tokens, with drafts that count as right
+        with the probability `accept`. count: drafts in each step; None: as many as pay."""
         engine, draw = self.engine, random.Random(3)
         ids, room = range(engine.vocab_size), drafts_positions(rows, depth, tokens)
         prompts = [draw.choices(ids, k=depth) for _ in range(rows)]
         params = replace(GREEDY, max_tokens=room - depth)
-        engine.verification.draft = self.draft
         engine.forget()
-        decreed = Decreed if self.draft is None else DecreedModel
-        of = engine.steps.draft_kinds, accept, count, engine.vocab_size
-        engine.verification.speculation = decreed(*of)
+        decreed = DecreedModel if self.drafter.steps else Decreed
+        of = engine.runner.kinds.draft_rows, accept, count, engine.vocab_size
+        engine.verification.draft_by(decreed(*of), self.drafter)
         step_tokens: list[float] = []
 
         def run() -> float:
-            answers = [engine.generate(prompt, params) for prompt in prompts]
+            answers = [engine.answer(Request(Prompt(prompt), params)) for prompt in prompts]
             try:
                 while min(answer.count for answer in answers) < 1 + _SETTLE:
                     next(answers[0])
@@ -311,7 +316,7 @@ class EngineBench:
         try:
             (seconds,) = self._repeat(test, run)
         finally:
-            engine.verification.speculation = engine.verification.draft = None
+            engine.verification.draft_by(NoSpeculation())
         tps, spread = _tps(rows * tokens, seconds)
         step = statistics.fmean(step_tokens)
         many_rows = rows if rows > 1 else None
@@ -325,14 +330,15 @@ class EngineBench:
         params: SamplingParams = GREEDY,
         constraint: Callable[[SamplingParams], Constraint | None] = lambda params: None,
     ) -> Load:
-        """So many clients at once, each of which sends `repeats` requests, the next when it has
-        read the answer to the one before. Prompts are random, of an eighth of `prompt` tokens to
-        all of them; answers of `tokens`, or of 2. constraint: makes what params hold one to."""
+        """Serve `clients` clients at once. Each sends `repeats` requests, the next when it has read
+        the answer to the one before. Prompts have random ids and an eighth of `prompt` tokens to
+        all of them; answers have `tokens` tokens, at least 2. constraint: makes the constraint that
+        params ask for."""
         drawn = prompts(range(self.engine.vocab_size), prompt)
         params = replace(params, max_tokens=max(2, tokens))
 
         def begin(ids: Sequence[int]) -> Answer:
-            return self.engine.generate(ids, params, constraint=constraint(params))
+            return self.engine.answer(Request(Prompt(ids), params, constraint=constraint(params)))
 
         test = f"{clients} clients"
         self.progress(test, 0, 1)
@@ -363,9 +369,9 @@ class EngineBench:
         clients: int,
         begin: Callable[[Sequence[int]], Answer],
     ) -> list[list[float]]:
-        """Returns, for each request, the time at which it was sent and that of each token, in
-        seconds. One thread is all clients: it makes the steps, and after each takes the tokens of
-        all of them."""
+        """Returns, for each request, the time at which it was sent and the time of each token, in
+        seconds. One thread plays all clients: it makes the steps, and takes the tokens of all after
+        each."""
         times: list[list[float]] = [[] for _ in prompts]
         waiting = iter(enumerate(prompts))
         opened: dict[int, Answer] = {}
@@ -405,7 +411,8 @@ class EngineBench:
         return random.Random(0).choices(range(self.engine.vocab_size), k=count)
 
     def _generate(self, ids: Sequence[int], params: SamplingParams) -> tuple[float, float]:
-        """Seconds to the first token, and from there to the last."""
+        """Generate an answer. Returns the seconds to its first token, and from there to its
+        last."""
         begin = first = last = time.perf_counter()
         for index, _ in enumerate(self.engine.generate(ids, params)):
             last = time.perf_counter()
@@ -431,16 +438,22 @@ class EngineBench:
 
     # One step on its own
 
+    @property
+    def greedy_step(self) -> Recording:
+        """A decode step of one answer that takes the most probable token."""
+        runner = self.engine.runner
+        return runner.recordings.of(Recipe(runner.kinds.decode, GREEDY.chain()))
+
     def host_seconds(self) -> tuple[float, float]:
-        """The host's part of a greedy decode step, medians: to record and submit it, and to read
-        its id when that is there."""
-        engine, queue = self.engine, self.engine.queue
-        recording = engine.recordings.of("decode", True, GREEDY.chain())
+        """The host's time for a greedy decode step, as medians: to record and submit the step, and
+        to read its id once it is there."""
+        engine, queue = self.engine, self.engine.runner.queue
+        recording = self.greedy_step
         place_step(engine, [0], 0)
         submits, reads = [], []
         with engine.device.scope():
             staging = engine.device.buffer(16, "read", "id")
-            copies = [Copy((engine.sampler.sampled, 0), (staging, 0), 4)]
+            copies = [Copy((engine.runner.sampler.sampled, 0), (staging, 0), 4)]
             for _ in range(_HOST_STEPS):
                 begin = time.perf_counter()
                 submission = queue.submit(recording, 1, 1, copies)
@@ -452,14 +465,13 @@ class EngineBench:
         return statistics.median(submits), statistics.median(reads)
 
     def gpu_seconds(self, test: Row) -> float | None:
-        """The GPU's part of a step in the middle of a greedy decode test of no depth; None without
-        timestamps."""
+        """The GPU's time for a step in the middle of a greedy decode test at depth 0; None if the
+        GPU has no timestamps."""
         if not self.engine.device.timestamps:
             return None
         kv_len = _middle(test, 0)
         place_step(self.engine, [0], kv_len - 1)
-        step = self.engine.recordings.of("decode", True, GREEDY.chain()).dispatches
-        return self._time([step], 1, kv_len)[0]
+        return self._time([self.greedy_step.dispatches], 1, kv_len)[0]
 
     def profiles(
         self,
@@ -471,16 +483,17 @@ class EngineBench:
         """The kernels of the prefill's first chunk, of a decode step in the middle of each test
         (by depth), of steps of many answers (rows, depth), and of the full sampler. host_seconds:
         the host's part of a decode step."""
-        engine = self.engine
-        chunks = list(engine.chunks(prefill.tokens))
-        _, rows, kind = chunks[0]
+        engine, runner = self.engine, self.engine.runner
+        recordings, kinds = runner.recordings, runner.kinds
+        chunks = runner.chunks(prefill.tokens)
+        _, rows = chunks[0]
         place_step(engine, self._ids(rows), 0)
-        plan = engine.recordings.of(kind, True, None).dispatches
+        plan = recordings.of(Recipe(kinds.prefill(rows))).dispatches
         whole = statistics.fmean(prefill.seconds) if len(chunks) == 1 else None
         profile = self._profile(f"prefill of {prefill.test}", plan, (), rows, rows)
         profiles = [replace(profile, step_seconds=whole)]
-        plan = engine.recordings.of("decode", True, None).dispatches
-        sampler = engine.sampler.dispatches(GREEDY.chain(), gather=0)
+        plan = recordings.of(Recipe(kinds.decode)).dispatches
+        sampler = runner.sampler.dispatches(GREEDY.chain(), gather=0)
         for depth, row in decode.items():
             kv_len = _middle(row, depth)
             place_step(engine, [0], kv_len - 1)
@@ -488,13 +501,13 @@ class EngineBench:
             profiles.append(replace(profile, step_seconds=1 / row.tps, host_seconds=host_seconds))
         for rows, depth in batches:
             if rows > 1:
-                plan = engine.recordings.of(engine.steps.batch(rows), True, None).dispatches
-                sampler = engine.sampler.dispatches(GREEDY.chain(), gather=0)
+                plan = recordings.of(Recipe(kinds.batch(rows))).dispatches
+                sampler = runner.sampler.dispatches(GREEDY.chain(), gather=0)
                 place_batch(engine, rows, depth)
                 title = f"decode of {rows} sequences"
                 profiles.append(self._profile(title, plan, sampler, rows, depth))
         place_step(engine, [0], 0, SAMPLED)
-        sampler = engine.sampler.dispatches(SAMPLED.chain(), gather=0)
+        sampler = runner.sampler.dispatches(SAMPLED.chain(), gather=0)
         profiles.append(self._profile("full sampler", (), sampler, 1, 1))
         return profiles
 
@@ -506,8 +519,9 @@ class EngineBench:
         rows: int,
         kv_len: int,
     ) -> Profile:
-        """A kernel of the plan is timed by all its calls in one pass; one of the sampler, which
-        needs what those before it have left, by what it adds to a pass of them."""
+        """Time each kernel of a step. A kernel of the plan is timed by all its calls in one pass. A
+        kernel of the sampler needs the results of those before it, so it is timed by what it adds
+        to a pass of them."""
         self.progress(f"profile: {step}", 0, 0)
         calls: dict[str, list[Dispatch]] = {}
         for item in needed(plan, rows, kv_len):
@@ -537,7 +551,7 @@ class EngineBench:
 
     def _time(self, passes: Sequence[Sequence[Dispatch]], rows: int, kv_len: int) -> list[float]:
         """Seconds of each pass on the GPU, with what is now in the step buffer."""
-        device, step = self.engine.device, self.engine.steps.step
+        device, step = self.engine.device, self.engine.runner.steps.step
         repeats = 3 if device.software else 20 if rows == 1 else 5
         with device.scope():
             saved = device.upload(device.read(step, np.uint32))
@@ -553,20 +567,22 @@ class EngineBench:
 
 
 def batch_positions(rows: int, depth: int, tokens: int) -> int:
-    """That one of so many answers may take in `EngineBench.batch`: the first has a token for each
-    other that begins, and the pipeline stays full behind the last step that is timed."""
+    """Positions that one of `rows` answers may take in `EngineBench.batch`: the first generates a
+    token for each answer that begins after it, and the pipeline stays full behind the last timed
+    step."""
     return max(depth, rows + _SETTLE) + tokens + 1 + AHEAD
 
 
 def place_batch(engine: Engine, rows: int, kv_len: int) -> None:
-    """Writes a step with one row of each of so many sequences, at the last of kv_len positions."""
+    """Write a step with one row of each of `rows` sequences, each at the last of kv_len
+    positions."""
     place_step(engine, [0], kv_len - 1)
     step = pack_step([0] * rows, kv_len - 1)
     own = step[HEADER.itemsize :].view(ROW)
     own["position"], own["sequence"] = kv_len - 1, range(rows)
-    engine.device.write(engine.steps.step, step)
+    engine.device.write(engine.runner.steps.step, step)
     pages = -(-kv_len // PAGE)
-    for cache in filter(None, (engine.steps.cache, engine.steps.windows)):
+    for cache in engine.runner.caches.pools:
         for i in range(rows):
             first = i * pages
             cache.assign(i, 0, [n % cache.n_pages for n in range(first, first + pages)])
@@ -575,8 +591,8 @@ def place_batch(engine: Engine, rows: int, kv_len: int) -> None:
 def place_step(
     engine: Engine, ids: Sequence[int], position: int, params: SamplingParams = GREEDY
 ) -> None:
-    """Write a step of these rows, alive to the end of the context, into the step buffer. The
-    engine's cache holds nothing any more: what is submitted now overwrites it."""
+    """Write a step of these rows into the step buffer, alive to the end of the context. Submitting
+    it overwrites the engine's cache, which therefore holds nothing any more."""
     record = params.record(
         vocab_size=engine.vocab_size,
         prompt_tokens=position + len(ids),
@@ -584,17 +600,19 @@ def place_step(
         stop_ids=(),
     )
     engine.forget()
-    engine.sampler.begin(0, record[0], ids, params.logit_bias)
-    engine.device.write(engine.steps.step, pack_step(ids, position, logits_rows=(len(ids) - 1,)))
+    engine.runner.sampler.begin(0, record[0], ids, params.logit_bias)
+    engine.device.write(
+        engine.runner.steps.step, pack_step(ids, position, logits_rows=(len(ids) - 1,))
+    )
 
 
 def drafts_positions(rows: int, depth: int, tokens: int) -> int:
-    """Positions of each answer of a test with drafts: some are faster than others."""
+    """Positions of each answer of a test with drafts; some answers are faster than others."""
     return depth + 2 * tokens + (rows + _SETTLE) * (1 + MAX_DRAFT) + 1
 
 
 def _made(answers: Sequence[Answer]) -> tuple[int, int]:
-    """Tokens of all of them, and how many of these were drafted."""
+    """The number of tokens of all these answers, and how many of them were drafted."""
     accepted = sum(answer.timings.accepted_tokens for answer in answers)
     return sum(answer.count for answer in answers), accepted
 
@@ -615,20 +633,20 @@ def kernel_label(spec: KernelSpec) -> str:
 
 
 def _tps(tokens: int, seconds: Sequence[float]) -> tuple[float, float]:
-    """Tokens per second, mean of the runs and standard deviation."""
+    """The mean and the standard deviation of tokens per second over the runs."""
     speeds = [tokens / second for second in seconds]
     return statistics.fmean(speeds), deviation(speeds)
 
 
 def prompts(ids: Sequence[ItemT], longest: int) -> Iterator[list[ItemT]]:
-    """Random prompts without end, of an eighth of `longest` ids to all of them."""
+    """Yields random prompts without end, of an eighth of `longest` ids up to `longest`."""
     draw = random.Random(2)
     while True:
         yield draw.choices(ids, k=draw.randint(max(1, longest // 8), longest))
 
 
 def percentiles(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, float]:
-    """The median, and what 99 of 100 are at most."""
+    """The median and the 99th percentile."""
     p50, p99 = np.percentile(values, (50, 99)).tolist()
     return p50, p99
 

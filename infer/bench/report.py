@@ -41,8 +41,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of so many clients at once, each of which sends its next when it has read the answer
-    to the one before.
+    """The results of a load: `clients` clients at once, each of which sends its next request when
+    it has read the answer to the one before.
 
     prompt_tokens and tokens: of all prompts and of all answers. seconds: from the first request to
     the last token. tps: tokens of answers per second. ttft_seconds: time to first token, from when
@@ -76,7 +76,7 @@ class KernelTime:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second."""
+        """Bytes per second that the kernel reads and writes."""
         return self.nbytes / self.seconds if self.seconds else 0.0
 
     @property
@@ -143,7 +143,7 @@ class BenchReport:
     host_seconds: float
     peak_bytes: int
     load_seconds: float
-    dispatches: int | None = None  # None, and the next, in reports from before they were measured
+    dispatches: int | None = None  # this and the next are None in reports before they were measured
     submit_seconds: float | None = None
     gpu_seconds: float | None = None
     profiles: tuple[Profile, ...] = ()
@@ -212,8 +212,8 @@ class BenchReport:
 
 
 def format_report(report: BenchReport, width: int | None = None) -> str:
-    """Everything, as text to read: where and what, the table of tests, the rest, the profile.
-    width: of a line; tables leave out what they can do without rather than be wider."""
+    """The whole report as text: adapter, model, table of tests, clients, host and profile. width:
+    the width of a line; tables leave out spare columns rather than be wider."""
     r = report
     commit = f" ({r.commit})" if r.commit else ""
     versions = ", ".join(f"{name} {version}" for name, version in r.versions.items())
@@ -290,7 +290,7 @@ def loads_table(report: BenchReport, width: int | None = None) -> str:
 
 
 def profile_table(profile: Profile, copy_bandwidth: float, width: int | None = None) -> str:
-    """The kernels of a step, and what of the step's time is in none of them."""
+    """The kernels of a step with their times, and the time of the step that is in no kernel."""
     whole = profile.step_seconds or profile.gpu_seconds
     header = ["kernel", "calls", "µs each", "µs", "of step", "GB/s", "share", "TFLOP/s"]
     rows = [
@@ -358,7 +358,8 @@ def _scaled(value: int, large: tuple[int, str], small: tuple[int, str]) -> str:
 def _fitting(
     header: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str], width: int | None
 ) -> str:
-    """A table without as many of the spare columns, in their order, as are too many for a line."""
+    """A table that leaves out as many of the spare columns, in their order, as needed to fit the
+    width."""
     columns = dict(zip(header, zip(*rows, strict=True), strict=True))
     for name in (*spare, None):
         table = markdown_table(list(columns), list(zip(*columns.values(), strict=True)), left=1)

@@ -1,17 +1,17 @@
-"""The benchmark: how fast a model runs on this adapter, and how near that is to what it could do.
+"""Runs the benchmark: how fast a model is on this adapter, and how near to the memory's speed.
 
     pp512           prefill of 512 tokens, until the id of the first new token has arrived
     tg128           decode: 128 steps, from the arrival of the first token to that of the last
-    tg128 sampled   the same with every stage of the sampler
-    tg128 @ d4096   the same after a prompt of 4096 tokens
+    tg128 sampled   tg128 with every stage of the sampler
+    tg128 @ d4096   tg128 after a prompt of 4096 tokens
     tg32 x 8 @ d128 8 answers at once, each after 128 tokens of its own
-    tg128 + 7       the same as tg128 with 7 tokens drafted for each step, of which each is decreed
-                    to be right with some probability
-    8 clients       requests of drawn lengths, of which 8 are open at any time
+    tg128 + 7       tg128 with 7 tokens drafted for each step; each counts as right with a given
+                    probability
+    8 clients       requests of random lengths, of which 8 are open at any time
 
-Tests, prompts of random ids, and the table are llama-bench's. What decode could do is bounded by
-memory: its share is (weight bytes + KV bytes that a token reads) x tokens/s over the bandwidth of a
-copy on the same adapter in the same run.
+The tests, the prompts of random ids and the table are llama-bench's. Decode is bounded by memory.
+Its share of the memory's speed is (weight bytes + KV bytes that a token reads) x tokens/s, divided
+by the bandwidth of a copy on the same adapter in the same run.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from infer.bench.measure import (
 )
 from infer.bench.report import BenchReport
 from infer.calls import warn
-from infer.engine.draft import Loaded
 from infer.engine.engine import Engine
 from infer.engine.options import MAX_BATCH, EngineOptions
 from infer.engine.speculation import MAX_DRAFT
+from infer.engine.steps import Loaded
 from infer.hub import resolve_adapter
 from infer.inspection import inspect_model
 from infer.kernels.errors import OutOfMemoryError, RequestError
@@ -62,7 +62,7 @@ from infer.models.loading.random_weights import random_weights
 from infer.models.loading.shapes import PUBLISHED, shape_config
 from infer.versions import commit, versions
 
-OWN_LAYER = "mtp"  # as a draft: the model's own layer that predicts further tokens
+OWN_LAYER = "mtp"  # the value of draft that means the model's own predicting layer
 _CONTEXT = 1024  # of a shape with many answers, where nobody says more: the other tests fit
 
 
@@ -243,9 +243,9 @@ def run_bench(
             draft=draft and f"{draft}{f' {draft_quantize}' if draft_quantize else ''}",
             invariant=invariant,
             precision=precision,
-            products=engine.products,
+            products=engine.runner.products,
             webgpu=gpu.webgpu,
-            dispatches=len(engine.recordings.of("decode", True, GREEDY.chain()).dispatches),
+            dispatches=len(bench.greedy_step.dispatches),
             submit_seconds=submit_seconds,
             gpu_seconds=gpu_seconds,
             profiles=tuple(profiles),
@@ -255,14 +255,15 @@ def run_bench(
 
 
 def save(report: BenchReport, path: Path) -> Path:
-    """Write the report to a file, or under its own name into a folder, and return where it is."""
+    """Write the report to a file, or under a name of its own into a folder. Returns the path of the
+    file."""
     path = path / report.file_name if path.is_dir() else path
     path.write_text(report.to_json(), encoding="utf-8")
     return path
 
 
 def check_writable(path: Path) -> None:
-    """Raises RequestError where `save` would fail: before anything is measured for it."""
+    """Raises RequestError if `save` would fail, so that nothing is measured in vain."""
     if not path.parent.is_dir():
         raise RequestError(f"There is no folder {path.parent} to write the report to.")
     try:
@@ -357,7 +358,8 @@ def open_engine(
 
 
 def _own_layer(shape: str) -> Decoder:
-    """The layer of a shape that predicts further tokens. Raises RequestError where it has none."""
+    """The model of a shape's layer that predicts further tokens. Raises RequestError if the shape
+    has none."""
     layer = build_model(shape_config(shape)).predictor
     if layer is None:
         raise RequestError(
@@ -368,9 +370,9 @@ def _own_layer(shape: str) -> Decoder:
 
 
 def _room(context: int, needed: int, max_batch: int) -> int | None:
-    """Positions of a cache for so many answers of so many each; None: what is usual for one. Each
-    has two pages more: one that the scheduler leaves it to grow, and one of its prompt, whose
-    beginning it copies."""
+    """Positions of a cache for `max_batch` answers of `needed` positions each, or None for the
+    default room of one answer. Each answer has two more pages: one that the scheduler leaves it to
+    grow, and one of its prompt, whose beginning it copies."""
     return None if max_batch == 1 else max(context, (-(-needed // PAGE) + 2) * PAGE * max_batch)
 
 
@@ -393,7 +395,7 @@ def _loaded(model: str, options: dict[str, Any]) -> Iterator[tuple[str, Engine]]
 
 
 def _check_model(model: str, options: dict[str, Any], needed: int) -> None:
-    """Raises what `load` would, but for files whose tensors are damaged."""
+    """Raise the errors that `load` would raise, except for files whose tensors are damaged."""
     found = inspect_model(model, **options)
     if found.fits is False:
         raise OutOfMemoryError(found.verdict)
@@ -413,7 +415,7 @@ def _random(
     invariant: bool,
     draft: Draft | None,
 ) -> AbstractContextManager[tuple[str, Engine]]:
-    """An engine of that shape on random weights."""
+    """Name and engine of a shape with random weights."""
     model = build_model(shape_config(shape))
     if format not in (None, *PUBLISHED):
         raise RequestError(f"A format is one of {', '.join(PUBLISHED)}, not {format!r}.")
@@ -451,7 +453,7 @@ def _on_random(
         drafts = None
         if draft is not None:
             drafts = Loaded(draft.model, random_weights(device, draft.plan))
-        engine = Engine(device, model, weights, options, draft=drafts)
-        engine.compile()
+        engine = Engine(device, Loaded(model, weights), options, drafts)
+        engine.runner.compile()
         device.wait()
         yield shape, engine

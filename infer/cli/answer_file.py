@@ -1,4 +1,4 @@
-"""Where the answers to a file of prompts go, and how far they are."""
+"""Writes the answers to a file of prompts, shows progress, and finds what is already answered."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def answer_state(answer: dict[str, Any]) -> tuple[Id, bool]:
 
 
 class Answers:
-    """Where answers go, a line each: standard output, or a file, which keeps those that it has."""
+    """The output for answers, a line each: standard output, or a file, whose earlier answers are
+    kept."""
 
     def __init__(self, path: str | None, requests: Sequence[HasId]) -> None:
-        """Without what was cut off in the file, and without errors, which are tried again. Raises
-        RequestError for a file that is not of these requests."""
+        """Open the file. A last line that was cut off, and errors, are removed: these requests are
+        tried again. Raises RequestError if the file holds answers to other requests."""
         self._places = {request.id: place for place, request in enumerate(requests)}
         self.path = None if path is None else Path(path)
         self.done: set[Id] = set()
@@ -57,7 +58,7 @@ class Answers:
             return
         if self.path.is_file():
             self._keep(self.path)
-        with open(self.path, "ab"):  # what cannot be written is told before any answer is made
+        with open(self.path, "ab"):  # a file that cannot be written is an error now
             pass
 
     def __str__(self) -> str:
@@ -99,7 +100,8 @@ class Answers:
         self._last = place
 
     def write(self, key: Id, answer: dict[str, Any]) -> None:
-        """At once. Raises InferError, or BrokenPipeError."""
+        """Write an answer at once. Raises InferError, or BrokenPipeError if nobody reads standard
+        output."""
         own = {} if "custom_id" in answer else {"id": key}
         line = json.dumps(own | answer, allow_nan=False) + "\n"
         if self.path is None:
@@ -128,8 +130,8 @@ class Answers:
 
 
 def _rewrite(path: Path, lines: Iterable[bytes]) -> None:
-    """All of it or nothing."""
-    path = path.resolve()  # what a link leads to
+    """Replace the lines of a file, all at once or not at all."""
+    path = path.resolve()  # the target, if it is a link
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
     try:
         with open(handle, "wb") as file:
@@ -142,7 +144,8 @@ def _rewrite(path: Path, lines: Iterable[bytes]) -> None:
 
 @dataclass
 class Progress:
-    """So far: answers of this run, those of them that failed, and tokens, of prompts too."""
+    """The progress so far: answers of this run, how many of them failed, tokens of answers, and
+    tokens of prompts."""
 
     all: int
     answers: int = 0
@@ -153,7 +156,7 @@ class Progress:
 
     @property
     def tps(self) -> float:
-        """Tokens a second, of all answers together."""
+        """Tokens per second of all answers together."""
         return self.tokens / max(time.perf_counter() - self.begun, 1e-9)
 
     def __str__(self) -> str:
@@ -170,7 +173,8 @@ class Written:
         self.count = 0
 
     def put(self, place: int, answer: dict[str, Any], *, failed: bool) -> None:
-        """Write it when those before it are, and what waited for it. place: in `ids`."""
+        """Write an answer once all answers before it are written, and then those that waited for
+        it. place: its index in `ids`."""
         self._ready[place] = answer
         self._progress.answers += 1
         self._progress.failed += failed
@@ -178,7 +182,7 @@ class Written:
             self._write(self.count)
 
     def put_rest(self) -> None:
-        """Write those that still wait, where no others will come."""
+        """Write the answers that still wait, because no others will come."""
         for place in sorted(self._ready):
             self._write(place)
 

@@ -1,4 +1,4 @@
-"""Who answers in `infer chat`: a model of this process, or a server."""
+"""The source of answers in `infer chat`: a model in this process, or a server."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from infer.cli.client import Client
@@ -36,8 +38,8 @@ Pieces = Generator[Piece, None, None]
 
 
 class Answerer(Protocol):
-    """tokens: of the last answer, None where they are not known. finish_reason: of it.
-    template_args: of the chat template."""
+    """Answers chats. tokens: the number of tokens of the last answer, None if it is not known.
+    finish_reason: why the last answer ended. template_args: variables for the chat template."""
 
     name: str
     template_args: dict[str, Any]
@@ -45,18 +47,28 @@ class Answerer(Protocol):
     finish_reason: str | None
 
     def answer(self, messages: Messages, params: Mapping[str, Any]) -> Pieces:
-        """params: of SamplingParams. Closing it ends the answer. Raises InferError."""
+        """Answer a chat. params: options of SamplingParams. Closing the result ends the answer.
+        Raises InferError."""
 
     def count(self, messages: Messages) -> tuple[int, int]:
-        """Tokens of the messages, and those that the context holds. Raises InferError where these
-        are not known."""
+        """The number of tokens of the messages, and of the context. Raises InferError if they are
+        not known."""
 
     def check_thinking(self) -> None:
-        """Raises RequestError where thinking is known to have no switch."""
+        """Raises RequestError if it is known that thinking has no switch."""
+
+    def save_cache(self, path: Path, messages: Messages) -> int | None:
+        """Save in a file what the next message's prompt has in common with these messages, as it is
+        computed. Returns how many tokens that are; None where there is no such file. Raises
+        InferError."""
+
+    def load_cache(self, path: Path) -> int | None:
+        """Let prompts go on from such a file. Returns how many tokens it has; None where it is of
+        no use. Raises InferError."""
 
 
 class Model:
-    """A model of this process."""
+    """Answers of a model in this process."""
 
     def __init__(self, llm: LLM, template_args: Mapping[str, Any]) -> None:
         if not llm.tokenizer.has_chat_template:
@@ -98,9 +110,19 @@ class Model:
                 "option."
             )
 
+    def save_cache(self, path: Path, messages: Messages) -> int | None:
+        # Templates write the last answer in another way once a message follows it.
+        following = ({"role": "user", "content": text} for text in ("a", "1"))
+        prompts = [self._llm.encode([*messages, each], **self.template_args) for each in following]
+        common = takewhile(lambda ids: ids[0] == ids[1], zip(*prompts, strict=False))
+        return self._llm.save_cache(path, [ids[0] for ids in common])
+
+    def load_cache(self, path: Path) -> int | None:
+        return self._llm.load_cache(path)
+
 
 class Server:
-    """A model behind OpenAI's API."""
+    """Answers of a server with OpenAI's API."""
 
     def __init__(
         self,
@@ -174,7 +196,7 @@ class Server:
             "add_generation_prompt": False,
             "chat_template_kwargs": self.template_args,
         }
-        with self._client.ask("/tokenize", body) as response:  # as vLLM has it, too
+        with self._client.ask("/tokenize", body) as response:  # vLLM has this endpoint, too
             try:
                 told = json.loads(response.read(_LINE))
                 return int(told["count"]), int(told["max_model_len"])
@@ -184,7 +206,14 @@ class Server:
                 ) from None
 
     def check_thinking(self) -> None:
-        """It is not known: servers ignore what their templates do not read."""
+        """Does nothing: servers ignore variables that their templates do not read, so nobody can
+        tell."""
+
+    def save_cache(self, path: Path, messages: Messages) -> int | None:
+        return None  # it is the server's own
+
+    def load_cache(self, path: Path) -> int | None:
+        return None
 
 
 def _told(response: http.client.HTTPResponse, url: str) -> str:

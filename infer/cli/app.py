@@ -1,7 +1,8 @@
-"""The command line: `infer run`, `infer chat`, `infer serve`, `infer ps`, `infer connect`,
-`infer pull`, `infer list`, `infer rm`, `infer info`, `infer devices`, `infer bench`.
+"""The commands of `infer`, and their arguments.
 
-Nothing heavy is imported before a command runs, so that `infer --help` answers at once.
+They are `infer run`, `infer chat`, `infer serve`, `infer ps`, `infer connect`, `infer pull`,
+`infer list`, `infer rm`, `infer info`, `infer devices` and `infer bench`. Nothing heavy is
+imported before a command runs, so that `infer --help` answers at once.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def main() -> None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         app(prog_name="infer")
-    except OSError as error:  # of a help text: commands tell theirs
+    except OSError as error:  # from writing a help text: commands handle their own
         note(f"error: The output cannot be written: {of_system(error)}")
         discard(1)
         sys.exit(1)
@@ -422,7 +423,7 @@ def run(
             raise RequestError("--logprobs needs --json or --file.")
         bias = dict(map(parse_bias, logit_bias or ()))
         template_args = dict(map(parse_template_arg, template_arg or ()))
-        lines: TypedLines | None = None  # of a conversation
+        lines: TypedLines | None = None  # typed lines, if this is a conversation
         if prompt is not None and words:
             raise RequestError("Give the prompt either after the model or by --prompt, not both.")
         if file is None:
@@ -430,7 +431,7 @@ def run(
                 if given is not None:
                     raise RequestError(f"{name} needs --file.")
             given = " ".join(words) if words else prompt
-            leaves = raw or as_json  # what is no conversation
+            leaves = raw or as_json  # leaves: the answer is not a conversation
             if given is None and not leaves and is_terminal(sys.stdin) and is_terminal(sys.stdout):
                 lines = TypedLines(history_path())
             else:
@@ -474,7 +475,7 @@ def run(
         if params.constrained:
             from infer.engine.constraint import library
 
-            library()  # what is missing shows before the model is read
+            library()  # a missing library shows before the model is read
         if file is not None:
             from infer.cli import batch
             from infer.cli.answer_file import Answers
@@ -537,7 +538,7 @@ def run(
             with stream:
                 with progress:
                     of_kernels = partial(progress.loading, "kernels")
-                    llm.engine.warm_up(stream.so_far.prompt_tokens, params, of_kernels)
+                    llm.engine.runner.warm_up(stream.so_far.prompt_tokens, params, of_kernels)
                 loading = report.Loading(time.perf_counter() - begin, progress.waiting)
                 if verbose:
                     note(report.load_details(llm, params, loading))
@@ -743,7 +744,7 @@ def rm(
         tell(f"{deletion.name}: deleted, {size(freed)} freed")
 
 
-@app.command("show", cls=Command, hidden=True)  # what Ollama calls it
+@app.command("show", cls=Command, hidden=True)  # the name in Ollama
 @app.command(
     cls=Command,
     epilog="""

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from infer.cli.openai_batch import BatchLine
 
 _OWN = ("id", "prompt", "messages", "n")
-_MOST_SAMPLES = 256  # of a prompt
-_TOLD, _NUMBERED = 20, 200  # wrong lines of which it is told what is wrong, and others' numbers
-_FAILURES = (RequestError, TokenizerError, ModelError)  # of one answer, beside which others go on
+_MOST_SAMPLES = 256  # answers to a prompt, at most
+_TOLD, _NUMBERED = 20, 200  # wrong lines shown with their error, and shown by number only
+_FAILURES = (RequestError, TokenizerError, ModelError)  # errors of one answer: others go on
 
 
 @dataclass(frozen=True)
 class Request:
-    """A line: text to be answered, or chat messages, n times."""
+    """A line of the file: a text to be answered or chat messages, n times."""
 
     id: Id
     prompt: str | list[dict[str, Any]]
@@ -42,9 +42,10 @@ class Request:
 def read_requests(
     path: str, params: SamplingParams, template_args: Mapping[str, Any], *, raw: bool
 ) -> list[Request] | list[BatchLine]:
-    """The lines of a file, or with "-" of standard input, of which all are OpenAI's or none is.
-    params and template_args: where a line says nothing. raw: there is no chat template for
-    messages. Raises RequestError with the numbers of all wrong lines."""
+    """The requests in the lines of a file, or of standard input if path is "-". Either all lines
+    are OpenAI's, or none is. params and template_args: defaults for what a line leaves out. raw:
+    prompts are continued as they are, so messages are refused. Raises RequestError with the numbers
+    of all wrong lines."""
     name = "standard input" if path == "-" else path
     if path != "-":
         content = read_file(path)
@@ -87,7 +88,7 @@ def read_requests(
 
 
 def _all_wrong(name: str, wrong: Mapping[int, str]) -> str:
-    """The message for lines that are wrong. wrong: what is wrong with a line, by its number."""
+    """The error message about wrong lines. wrong: the error of each wrong line, by its number."""
     (number, first), *others = wrong.items()
     if not others:
         return f"{name}, line {number}: {first}"
@@ -100,7 +101,7 @@ def _all_wrong(name: str, wrong: Mapping[int, str]) -> str:
 def are_openais(
     requests: list[Request] | list[BatchLine],
 ) -> TypeGuard[list[BatchLine]]:
-    """Whether they are lines of OpenAI's Batch API."""
+    """Whether the requests are lines of OpenAI's Batch API."""
     return not isinstance(requests[0], Request)
 
 
@@ -165,9 +166,10 @@ def answer_all(
     template_args: Mapping[str, Any],
     tell: Callable[[Progress], None],
 ) -> Progress:
-    """Answer those that are not in `answers`. They come there in the order of the requests; after
-    Ctrl-C and errors, so does what is ready beyond the first that is not. ask: what a prompt that
-    is text becomes. Twice as many as `max_batch` are open, so that some wait when one ends."""
+    """Answer the requests that are not in `answers`, and write the answers there in the order of
+    the requests. After Ctrl-C and errors, answers that are ready behind the first missing one are
+    written too. ask: turns a prompt that is text into a chat. Twice as many answers as `max_batch`
+    are open, so that some wait when one ends."""
     left = [request for request in requests if request.id not in answers.done]
     progress = Progress(len(left))
     written = Written(answers, [request.id for request in left], progress)
@@ -244,7 +246,8 @@ def run(
     *,
     quiet: bool,
 ) -> int:
-    """Answer all, with what is shown of it on standard error; returns the exit code."""
+    """Answer all requests, and show progress and statistics on standard error. Returns the exit
+    code."""
     # On a terminal the answers themselves show how far it is.
     shown = not quiet and (answers.path is not None or not is_terminal(sys.stdout))
     try:
@@ -279,7 +282,8 @@ def run(
 
 
 def batch_text(llm: LLM, progress: Progress, loading: Loading) -> str:
-    """The statistics of all answers together, as `infer run --verbose` prints those of one."""
+    """The statistics of all answers together, in the form in which `infer run --verbose` prints
+    them for one."""
     memory = llm.stats().memory
     return table(
         {

@@ -14,7 +14,7 @@ from infer.progress import columns, is_terminal, size, visible, write_note
 
 _WIDTH = 80  # where the output is no terminal
 _HEADER = ("size", "format", "revision", "last used")
-_SHORT = 7  # of a commit, as git shows it
+_SHORT = 7  # characters of a commit, as git shows them
 
 
 def pulled_text(found: Pulled) -> str:
@@ -87,7 +87,7 @@ def deletion_text(deletion: Deletion) -> str:
 
 
 def is_wanted(deletion: Deletion) -> bool:
-    """Asks on the terminal. Raises RequestError where there is none."""
+    """Ask on the terminal whether to delete. Raises RequestError if there is no terminal."""
     if not is_terminal(sys.stdin):
         raise RequestError(
             f"{deletion_text(deletion)}, was not deleted: without a terminal to confirm on, give "

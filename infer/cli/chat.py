@@ -52,12 +52,12 @@ from infer.cli.terminal import (
 )
 from infer.foreign import shown
 from infer.kernels.errors import InferError, RequestError
-from infer.progress import ProgressLine, is_terminal, visible, write_note
+from infer.progress import ProgressLine, is_terminal, size, visible, write_note
 
 if TYPE_CHECKING:
     from infer.llm import LLM
 
-_MOST_BYTES = 16 << 20  # of a conversation in a file
+_MOST_BYTES = 16 << 20  # size of a conversation in a file
 
 _COMMANDS = {
     "/system TEXT": "set the system message; /system none removes it, /system alone shows it",
@@ -70,8 +70,10 @@ _COMMANDS = {
     "/edit": "edit the last message, in $EDITOR if that is set, and answer it again",
     "/copy": "copy the last answer to the clipboard",
     "/reset": "start over, with the same system message and options",
-    "/save FILE": "write the conversation to a file, as JSON",
-    "/load FILE": "continue a conversation that /save wrote",
+    "/save FILE": "write the conversation to a file, as JSON, and what is computed of it to "
+    "FILE.cache",
+    "/load FILE": "continue a conversation that /save wrote; what FILE.cache has of it is not "
+    "computed again",
     "/exit": "leave, as Ctrl-D does",
 }
 _HELP = f"""\
@@ -231,11 +233,14 @@ def chat(
 
 
 def loaded(llm: LLM, params: Mapping[str, Any], template_args: Mapping[str, Any]) -> Model:
-    """A model that answers, its kernels compiled. Raises RequestError where it cannot chat."""
+    """The answerer of a loaded model, whose kernels are compiled. Raises RequestError if the model
+    cannot chat."""
     from infer.sampling import SamplingParams
 
     model = Model(llm, template_args)
-    llm.engine.warm_up(min(64, llm.context - 1), SamplingParams(**params).resolved(llm.defaults))
+    llm.engine.runner.warm_up(
+        min(64, llm.context - 1), SamplingParams(**params).resolved(llm.defaults)
+    )
     return model
 
 
@@ -244,7 +249,7 @@ def greet(answerer: Answerer) -> None:
 
 
 def check_params(params: Mapping[str, Any], given: Iterable[str]) -> None:
-    """Raises RequestError for a value that is wrong, and for a name of those given."""
+    """Raises RequestError if a value is wrong, or if a name of `given` does not exist."""
     from infer.calls import check_names
     from infer.sampling import SamplingOptions, SamplingParams
 
@@ -255,8 +260,8 @@ def check_params(params: Mapping[str, Any], given: Iterable[str]) -> None:
 
 @dataclass
 class Conversation:
-    """typed: whether in a terminal, where Ctrl-C stops an answer alone, and an error the message
-    alone; else both end the program."""
+    """A conversation and its commands. typed: a person types it, so Ctrl-C and errors end only one
+    answer; otherwise they end the program."""
 
     answerer: Answerer
     params: dict[str, Any]
@@ -264,10 +269,10 @@ class Conversation:
     typed: bool
     verbose: bool
     messages: list[dict[str, str]] = field(default_factory=list)
-    pace: str | None = None  # of the last answer
+    pace: str | None = None  # speed of the last answer
 
     def run(self, lines: Lines) -> None:
-        """Until the lines end."""
+        """Read and answer lines until they end."""
         self._lines = lines
         leaving = False  # whether another Ctrl-C ends
         while True:
@@ -296,8 +301,8 @@ class Conversation:
                 note(f"error: {of_system(error) if isinstance(error, OSError) else error}")
 
     def _answer(self, *new: dict[str, str]) -> None:
-        """Have the conversation answered, with new messages at its end. Raises InferError, and
-        forgets these, if nothing comes."""
+        """Answer the conversation, which ends with new messages. If no answer comes, the new
+        messages are forgotten. Raises InferError."""
         asked = [*self.messages, *new]
         writer = MarkdownWriter()
         text = ""
@@ -348,7 +353,7 @@ class Conversation:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def _end_thoughts(self, writer: MarkdownWriter) -> None:
-        """An empty line before the answer."""
+        """Write an empty line between thoughts and answer."""
         if self.typed:
             writer.end()
             writer.end()
@@ -358,7 +363,8 @@ class Conversation:
     # Commands
 
     def _is_command(self, name: str) -> bool:
-        """Without a terminal, what is none is a message, and that is noted. Raises RequestError."""
+        """Whether a command of this name exists. If not, raises RequestError in a terminal;
+        otherwise the line is a message, and a note says so."""
         if hasattr(self, f"_do_{name}"):
             return True
         if self.typed:
@@ -399,8 +405,8 @@ class Conversation:
         note("The message was not changed.")
 
     def _answer_instead(self, place: int, *new: dict[str, str]) -> None:
-        """Have the conversation answered up to a message, with new ones in place of the rest, which
-        stays if nothing comes."""
+        """Answer the conversation up to the message at `place`, with new messages in place of the
+        rest. If no answer comes, the rest stays."""
         before, self.messages = self.messages, self.messages[:place]
         try:
             self._answer(*new)
@@ -458,13 +464,23 @@ class Conversation:
     def _do_save(self, rest: str) -> None:
         if not rest:
             raise RequestError("Give a file name: /save FILE.")
-        messages = [*self._system(), *self.messages]
-        try:
-            with Path(rest).expanduser().open("x", encoding="utf-8") as file:
-                file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
-        except FileExistsError:
-            raise RequestError(f"{rest} exists already. Choose another name.") from None
+        path, messages = Path(rest).expanduser(), [*self._system(), *self.messages]
+        cache = _cache_of(path)
+        for each in (path, cache):
+            if each.exists():
+                raise RequestError(f"{each} exists already. Choose another name.")
+        with path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
         note(f"wrote {len(messages)} messages to {rest}")
+        if not self.messages:
+            return
+        try:
+            tokens = self.answerer.save_cache(cache, messages)
+        except InferError as error:
+            note(f"note: what is computed of them was not saved: {error}")
+            return
+        if tokens is not None:
+            note(f"wrote {tokens:,} computed tokens, {size(cache.stat().st_size)}, to {cache}")
 
     def _do_load(self, rest: str) -> None:
         if not rest:
@@ -485,6 +501,21 @@ class Conversation:
         self.system = first["content"] if first.get("role") == "system" else None
         self.messages = messages[self.system is not None :]
         note(f"read {len(messages)} messages from {rest}")
+        cache = _cache_of(Path(rest).expanduser())
+        if not cache.exists():
+            return
+        try:
+            tokens = self.answerer.load_cache(cache)
+        except InferError as error:
+            note(f"note: the messages will be computed again: {error}")
+            return
+        if tokens is not None:
+            note(f"read {tokens:,} computed tokens from {cache}")
+
+
+def _cache_of(path: Path) -> Path:
+    """The file beside a conversation's that has what is computed of it."""
+    return path.with_name(f"{path.name}.cache")
 
 
 def _pace(tokens: int, first: float, rest: float) -> str:

@@ -15,7 +15,8 @@ from infer.kernels.errors import InferError, RequestError
 
 
 class Client:
-    """url: for people, without /v1, with which it may have been given, and without a password."""
+    """An HTTP client of a server. url: the address to show to people, without a password and
+    without the /v1 that it may have been given with."""
 
     def __init__(self, url: str, api_key: str | None, seconds: float) -> None:
         """seconds: of silence, after which the server is given up. Raises RequestError."""
@@ -38,8 +39,8 @@ class Client:
     def ask(
         self, path: str, body: Mapping[str, Any] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """The response to GET, or to POST of a body, of any status but 401. Raises InferError for
-        that, and where there is none."""
+        """The response to a GET request, or to a POST request with a body. Raises InferError for
+        status 401, and if there is no response."""
         with ExitStack() as opened:
             try:
                 connection = opened.enter_context(closing(self._connection()))

@@ -12,8 +12,8 @@ from infer.cli.terminal import write_as_is
 
 
 def copy(text: str) -> None:
-    """Put text there: by a program of this machine, or else by the terminal itself, which most
-    know, over ssh too (OSC 52)."""
+    """Put a text into the clipboard: with a program of this machine, or else through the terminal
+    itself, which most terminals can do, over ssh too (OSC 52)."""
     command = _command()
     if command is not None:
         done = subprocess.run(
@@ -26,10 +26,10 @@ def copy(text: str) -> None:
 
 
 def _command() -> list[str] | None:
-    """The program that has the clipboard; None where only the terminal does."""
+    """The command of a program that writes to the clipboard; None if there is none."""
     environment, commands = os.environ, []
     if environment.get("TMUX"):
-        commands.append(["tmux", "load-buffer", "-w", "-"])  # and passed on to its terminal
+        commands.append(["tmux", "load-buffer", "-w", "-"])  # tmux passes it on to its terminal
     elif not environment.get("SSH_CONNECTION"):
         if sys.platform == "darwin":
             commands.append(["pbcopy"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +41,8 @@ _FIRST_TOKENS = {
     Program.QWEN_CODE: 31_000,
     Program.CONTINUE: 3_000,
     Program.CLINE: 12_000,
+    Program.AIDER: 5_000,
+    Program.OPEN_WEBUI: 5_000,
 }
 
 
@@ -88,14 +90,14 @@ def connect(
             )
         setup = _SETUPS[program](server)
         if writes:
-            write(f"{setup.write(program)}\n\nStart it with:\n\n{setup.command}\n")
+            write(f"{setup.write(program)}\n\nStart it with:\n\n{setup.start}")
         else:
             write(setup.text())
 
 
 @dataclass(frozen=True)
 class Server:
-    """url: without /v1. context: of the model, in tokens."""
+    """A running server. url: without /v1. context: the context of its model, in tokens."""
 
     url: str
     model: str
@@ -104,12 +106,12 @@ class Server:
 
     @property
     def key(self) -> str:
-        """The key as a word of a shell."""
+        """The API key as a word in a shell command."""
         return f'"${_KEY}"' if self.has_key else "none"
 
 
 def _ask(url: str, model: str | None, api_key: str | None) -> Server:
-    """Raises InferError."""
+    """Ask a running server for its model and context. Raises InferError."""
     report = find(url, api_key)
     models = {each.name: each for each in report.models}
     if not models:
@@ -133,19 +135,26 @@ def _ask(url: str, model: str | None, api_key: str | None) -> Server:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a program needs. command: starts it. path: the file of its settings; None if it keeps
-    them elsewhere. own: what has to be in there. change: makes the file's text of the one before,
-    which is None if there is no file; raises InferError rather than lose something."""
+    """The settings that a program needs. command: starts the program. path: its settings file, or
+    None if it keeps settings elsewhere. own: the text that the file must contain. change: turns the
+    present text of the file (None: there is no file) into the new one; raises InferError rather
+    than lose anything. remark: what else a person has to know."""
 
     command: str
     path: Path | None = None
     own: str = ""
     change: Callable[[str | None], str] | None = None
+    remark: str = ""
 
     def text(self) -> str:
         if self.path is None:
-            return f"{self.command}\n"
-        return f"In {self.path}:\n\n{self.own}\nThen start it with:\n\n{self.command}\n"
+            return self.start
+        return f"In {self.path}:\n\n{self.own}\nThen start it with:\n\n{self.start}"
+
+    @property
+    def start(self) -> str:
+        """How it is started."""
+        return f"{self.command}\n" + (f"\n{self.remark}\n" if self.remark else "")
 
     def write(self, program: str) -> str:
         """Returns what was done. Raises InferError and OSError."""
@@ -162,7 +171,7 @@ class Setup:
 
 
 def _text_file(command: str, path: Path, text: str) -> Setup:
-    """A file of its own."""
+    """A setup that writes a settings file which belongs to infer alone."""
 
     def change(before: str | None) -> str:
         if before is not None and not before.startswith(_OURS):
@@ -181,8 +190,8 @@ def _json_file(
     own: Mapping[str, Any],
     is_ours: Callable[[Mapping[str, Any]], bool] = lambda before: True,
 ) -> Setup:
-    """Settings among others. is_ours: whether those of the same names are of an earlier call, so
-    that they may be overwritten."""
+    """A setup that adds settings to a JSON file. is_ours: whether settings of these names come from
+    an earlier call, so that they may be overwritten."""
 
     def change(before: str | None) -> str:
         try:
@@ -205,8 +214,8 @@ def _json(value: object) -> str:
 
 
 def _merged(before: Any, own: Any) -> Any:
-    """Objects joined. A list gets its new entries first, in place of those with the same id and
-    address. before: None, or of the same kind."""
+    """The settings in `before` with those of `own` added. Objects are joined. In a list, new
+    entries come first and replace entries with the same id and address."""
     if isinstance(before, dict):
         return before | {key: _merged(before.get(key), value) for key, value in own.items()}
     if isinstance(before, list):
@@ -221,7 +230,7 @@ def _merged(before: Any, own: Any) -> Any:
 
 
 def _check(before: Mapping[str, Any], own: Mapping[str, Any], path: Path, *, values: bool) -> None:
-    """Raises InferError if a setting is of another kind there or, if values, has another value."""
+    """Raises InferError if a setting has another type there, or, if `values`, another value."""
     for key, value in own.items():
         there = before.get(key, value)
         if isinstance(there, dict) and isinstance(value, dict):
@@ -334,22 +343,36 @@ def _cline(server: Server) -> Setup:
 
 def _aider(server: Server) -> Setup:
     name = f"openai/{server.model}"
-    about = {"max_input_tokens": server.context, "litellm_provider": "openai", "mode": "chat"}
+    about = {
+        "max_input_tokens": server.context,
+        "max_output_tokens": server.context,
+        "litellm_provider": "openai",
+        "mode": "chat",
+    }
     url = shlex.quote(f"{server.url}/v1")
-    return _json_file(
+    setup = _json_file(
         f"aider --model {shlex.quote(name)} --openai-api-base {url} --openai-api-key {server.key}",
         Path.home() / ".aider.model.metadata.json",
         {name: about},
     )
+    remark = (
+        "It asks for a temperature of 0. For the model's own, as reasoning models need it, put\n"
+        f"this into .aider.model.settings.yml:\n\n- name: {_quoted(name)}\n  use_temperature: false"
+    )
+    return replace(setup, remark=remark)
 
 
 def _open_webui(server: Server) -> Setup:
     url = shlex.quote(f"{server.url}/v1")
-    return Setup(f"OPENAI_API_BASE_URL={url} OPENAI_API_KEY={server.key} open-webui serve")
+    return Setup(
+        f"OPENAI_API_BASE_URL={url} OPENAI_API_KEY={server.key} open-webui serve",
+        remark="It keeps the address of its first start: if that was another one, change it on its "
+        "page,\nin the admin settings under Connections.",
+    )
 
 
 def _quoted(text: str) -> str:
-    """As a string of TOML or YAML."""
+    """The text as a quoted string of TOML or YAML."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -16,22 +16,22 @@ from typing import Any, Protocol
 from infer.cli.terminal import note, of_system, uninterrupted
 from infer.kernels.errors import InferError, RequestError
 
-_HISTORY = 1 << 20  # bytes of what was typed before; of a larger file the older half is dropped
+_HISTORY = 1 << 20  # bytes of the history; a larger file loses its older half
 
 
 class Lines(Protocol):
-    """Raises KeyboardInterrupt for Ctrl-C."""
+    """A source of lines. Methods raise KeyboardInterrupt for Ctrl-C."""
 
     def read(self) -> str | None:
-        """A message or a command; None at the end."""
+        """The next message or command; None at the end."""
 
     def edit(self, text: str) -> str | None:
-        """A message as the user changes it; None at the end. Raises RequestError where that takes a
+        """The message after the user has changed it; None at the end. Raises RequestError without a
         terminal."""
 
 
 class PipedLines:
-    """Each line of standard input is a message."""
+    """Lines of standard input, each of which is a message."""
 
     def __init__(self) -> None:
         self._lines = self._decoded()
@@ -52,7 +52,7 @@ class PipedLines:
 
 
 def history_path() -> Path:
-    """Where what was typed is kept."""
+    """The file that keeps the lines typed in `infer chat`."""
     if os.name == "nt":
         state = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     else:
@@ -61,7 +61,8 @@ def history_path() -> Path:
 
 
 class TypedLines:
-    """Lines of a terminal, which can be edited, with those of earlier conversations."""
+    """Lines typed in a terminal: they can be edited, and lines of earlier conversations come
+    back."""
 
     def __init__(self, history: Path) -> None:
         """Raises InferError without prompt-toolkit."""
@@ -93,7 +94,8 @@ class TypedLines:
         return self._prompt("")
 
     def edit(self, text: str) -> str | None:
-        """In the editor that VISUAL or EDITOR names, or at the prompt."""
+        """Let the user edit a text in the editor that VISUAL or EDITOR names, or else at the
+        prompt."""
         editor = os.environ.get("VISUAL") or os.environ.get("EDITOR")
         if not editor:
             return self._prompt(text)
@@ -109,7 +111,7 @@ class TypedLines:
 
 
 def _edited(text: str, editor: str) -> str:
-    """Raises RequestError where the editor fails."""
+    """The text after it was edited in an editor. Raises RequestError if the editor fails."""
     with tempfile.TemporaryDirectory(prefix="infer-") as folder:
         path = Path(folder, "message.md")
         path.write_text(text + "\n", encoding="utf-8")
@@ -121,7 +123,7 @@ def _edited(text: str, editor: str) -> str:
 
 
 def _keys() -> Any:
-    """Enter sends; after a backslash, or with Alt, it is a line end."""
+    """The keys of the prompt: Enter sends; after a backslash, or with Alt, it begins a line."""
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()
@@ -143,7 +145,8 @@ def _keys() -> Any:
 
 
 def _prepare(path: Path) -> None:
-    """Make the file, for its owner alone, and keep it short. Raises OSError."""
+    """Create the history file, readable by its owner only, and shorten it if it is long. Raises
+    OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     data = path.read_bytes()

@@ -38,7 +38,8 @@ _QUEUE = 1 << 30  # answers that may wait: as many as the lines ask for
 
 @dataclass(frozen=True)
 class BatchLine:
-    """A request. id: its custom_id. model: the name in its body, which has none any more."""
+    """A request of OpenAI's Batch API. id: its custom_id. model: the model's name, which is taken
+    out of the body."""
 
     id: str
     url: str
@@ -49,8 +50,8 @@ class BatchLine:
 def batch_line(
     value: dict[str, Any], params: SamplingParams, template_args: Mapping[str, Any]
 ) -> BatchLine:
-    """A line of a file. params and template_args: where its body says nothing. Raises
-    RequestError."""
+    """Read a line of a file. params and template_args: defaults for what the body leaves out.
+    Raises RequestError."""
     check_names(value, ("custom_id", "method", "url", "body"), (), "")
     custom_id, url, body = (value.get(name) for name in ("custom_id", "url", "body"))
     if not (isinstance(custom_id, str) and custom_id):

@@ -21,8 +21,8 @@ from infer.progress import parse_size
 
 
 def _tidied(params: Iterable[Any]) -> list[Any]:
-    """Parameters whose help shows neither a value where there is none nor a type of Python's, and
-    whose errors show the value that was given."""
+    """Parameters whose help shows no placeholder for flags and no Python types, and whose errors
+    show the value that was given."""
     params = list(params)
     for param in params:
         if "process_value" not in vars(param):
@@ -43,7 +43,7 @@ def _process(process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
         raise
 
 
-_TOLD = re.compile(r"Input should be ([^,]*)|Value error, (.*)", re.S)  # by typer
+_TOLD = re.compile(r"Input should be ([^,]*)|Value error, (.*)", re.S)  # typer's messages
 
 
 class Command(TyperCommand):
@@ -62,7 +62,8 @@ class Command(TyperCommand):
 
 
 class Commands(TyperGroup):
-    """The group of all commands, which says what there is instead of one that there is not."""
+    """The group of all commands. If a command does not exist, the error names a similar one, and
+    all commands."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _tidied(super().get_params(ctx))
@@ -95,7 +96,7 @@ class Quantize(StrEnum):
 
 
 class Speculate(StrEnum):
-    """Where tokens are drafted."""
+    """The sources of drafted tokens."""
 
     OFF = "off"
     AUTO = "auto"
@@ -105,7 +106,7 @@ class Speculate(StrEnum):
 
 
 class Precision(StrEnum):
-    """How products are computed."""
+    """The precision of products."""
 
     AUTO = "auto"
     F32 = "f32"
@@ -120,7 +121,7 @@ class KVDtype(StrEnum):
 
 
 def prompt_option(*names: str, help: str, metavar: str | None = None) -> Any:
-    """An option about what is asked."""
+    """An option about the prompt."""
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="Prompt")
 
 
@@ -173,7 +174,8 @@ def format_names(incomplete: str) -> list[str]:
 
 
 def model_names(incomplete: str) -> list[str]:
-    """Shells complete names of files where there are none of these."""
+    """Names of models in the cache, for shells to complete. If there are none, shells complete
+    names of files."""
     return [name for name in ("demo", *names_in_cache("")) if name.startswith(incomplete)]
 
 
@@ -354,7 +356,7 @@ VerboseOption = Annotated[
 
 
 def parse_bias(option: str) -> tuple[int, float]:
-    """ID=X as a token id and a number. Raises typer.BadParameter."""
+    """The token id and the number of ID=X. Raises typer.BadParameter."""
     token, _, value = option.partition("=")
     try:
         return int(token), float(value)
@@ -366,7 +368,7 @@ def parse_bias(option: str) -> tuple[int, float]:
 
 
 def parse_template_arg(option: str) -> tuple[str, Any]:
-    """KEY=JSON as a name and a value. Raises typer.BadParameter."""
+    """The name and the value of KEY=JSON. Raises typer.BadParameter."""
     name, _, value = option.partition("=")
     try:
         if name:
@@ -380,7 +382,7 @@ def parse_template_arg(option: str) -> tuple[str, Any]:
 
 
 def parse_adapter(option: str) -> tuple[str, str]:
-    """NAME=PATH as both. Raises typer.BadParameter."""
+    """The name and the path of NAME=PATH. Raises typer.BadParameter."""
     name, _, path = option.partition("=")
     if name and path:
         return name, path
@@ -422,12 +424,12 @@ def parse_bytes(option: str | None, name: str) -> int | None:
     return nbytes
 
 
-_MOST_COUNTS = 1024  # in a range
+_MOST_COUNTS = 1024  # numbers in a range, at most
 
 
 def parse_counts(option: str | None, name: str) -> list[int]:
-    """N,N as numbers, of which N-N is all from the one to the other; name: of the option. Raises
-    typer.BadParameter."""
+    """The numbers in a list such as "1,8,64", in which "1-64" means every number from 1 to 64.
+    name: the option, for the error. Raises typer.BadParameter."""
     counts: list[int] = []
     for part in option.split(",") if option is not None else ():
         found = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", part, re.ASCII)
@@ -442,7 +444,7 @@ def parse_counts(option: str | None, name: str) -> list[int]:
 
 
 def parse_save(option: str | None) -> Path | None:
-    """A file's name or a folder. Raises typer.BadParameter for neither."""
+    """The path of a file or a folder. Raises typer.BadParameter if it can be neither."""
     if option is None:
         return None
     if not option or (option[-1] in "/\\" and not Path(option).is_dir()):

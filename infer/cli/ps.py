@@ -16,9 +16,9 @@ from infer.cli.terminal import exit_codes, show
 from infer.kernels.errors import InferError
 from infer.progress import size, visible
 
-DEFAULT_URL = "http://127.0.0.1:8000"  # of `infer serve`
+DEFAULT_URL = "http://127.0.0.1:8000"  # the default of `infer serve`
 _SECONDS = 10.0  # that it has to answer
-_BYTES = 16 << 20  # of an answer, at most
+_BYTES = 16 << 20  # size of a response, at most
 
 
 def ps(
@@ -40,8 +40,9 @@ def ps(
 
 @dataclass(frozen=True)
 class Served:
-    """A model of a server. What is None is not known, as of one that is not loaded. parent: of an
-    adapter, the model. gpu: what computes it. cache: the part in use, from 0 to 1."""
+    """A model of a server. Values that are not known are None, such as those of a model that is not
+    loaded. parent: the model of a LoRA adapter. gpu: the GPU that computes the model. cache: the
+    share of the cache that is in use, from 0 to 1."""
 
     name: str
     parent: str | None = None
@@ -55,7 +56,7 @@ class Served:
 
 @dataclass(frozen=True)
 class ServerReport:
-    """status: of its health, such as "ok" or "loading"."""
+    """The output of `infer ps`. status: the health of the server, such as "ok" or "loading"."""
 
     url: str
     status: str
@@ -90,7 +91,7 @@ class ServerReport:
 
 
 def find(url: str, api_key: str | None) -> ServerReport:
-    """Raises InferError."""
+    """Ask a server for its models and their load. Raises InferError."""
     client = Client(url, api_key, _SECONDS)
     health = _parsed(_get(client, "/health", known=(200, 503)))
     models = _parsed(_get(client, "/v1/models")).get("data")
@@ -99,7 +100,7 @@ def find(url: str, api_key: str | None) -> ServerReport:
         served = [
             _served(model, metrics[model["id"]])
             for model in models or ()
-            if "root" not in model  # else it is another name of one of them
+            if "root" not in model  # with it, it is another name of a model
         ]
         return ServerReport(client.url, str(health.get("status", "unknown")), served)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -123,7 +124,8 @@ def _served(model: dict[str, Any], metrics: dict[str, float]) -> Served:
 
 
 def _metrics(data: bytes) -> defaultdict[str, dict[str, float]]:
-    """By model and name, of Prometheus' text those that have no other label."""
+    """The values in a text of Prometheus, by model and name, of metrics that have no label but the
+    model."""
     found: defaultdict[str, dict[str, float]] = defaultdict(dict)
     lines = re.findall(r'^vllm:(\w+)\{model_name="(.*)"\} (\S+)$', data.decode(), re.M)
     for name, model, value in lines:

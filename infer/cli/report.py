@@ -57,8 +57,8 @@ class Adapters:
 
     @classmethod
     def find(cls, device: str | None = None, webgpu: str | None = None) -> Adapters:
-        """webgpu: the only library that is asked; None asks all. Raises DeviceError where there is
-        no adapter, or none that `device` names."""
+        """Find the adapters of this machine. webgpu: ask this library only; None asks all. Raises
+        DeviceError if there is no adapter, or none that `device` names."""
         used = choose_adapter(device, webgpu)
         variable = "INFER_DEVICE" if os.environ.get("INFER_DEVICE", "").strip() else "best"
         own, listed, notes = list_adapters(webgpu), [], []
@@ -166,7 +166,8 @@ def _adapter_table(adapter: AdapterInfo) -> str:
 
 @dataclass(frozen=True)
 class Checks:
-    """The kernels of an adapter, compared with their references."""
+    """The results of `infer devices --check`: the kernels of an adapter, compared with their
+    references."""
 
     adapter: AdapterInfo
     results: list[CheckResult]
@@ -261,8 +262,7 @@ class ModelReport:
                 "weights": f"{size(m.weight_bytes)} in {', '.join(m.dtypes)}{widened} "
                 f"({size(m.disk_bytes)}{f' of {m.name}' if m.draft else ''} on disk)",
                 "KV cache": f"{size(m.kv_cache_bytes)} for {m.context:,} tokens "
-                f"({m.kv_bytes_per_token:,} bytes per token in {m.kv_dtype}"
-                f"{f', and {size(m.kv_window_bytes)} of windows' if m.kv_window_bytes else ''})",
+                f"({_kv_cache(m)} in {m.kv_dtype})",
                 "other": size(m.other_bytes),
                 "total": size(m.total_bytes),
                 "context": f"{m.context:,} tokens; the model's maximum is {m.max_context:,}",
@@ -273,8 +273,19 @@ class ModelReport:
         )
 
 
+def _kv_cache(m: Inspection) -> str:
+    """What makes up the KV cache."""
+    each = f"{m.kv_bytes_per_token:,} bytes per token"
+    if not m.kv_window:
+        return each
+    if not m.kv_bytes_per_token:
+        return f"all layers see the last {m.kv_window:,} alone,"
+    windows = f"{size(m.kv_window_bytes)} for layers that see the last {m.kv_window:,}"
+    return f"{each}, and {windows},"
+
+
 def _products(products: str) -> str:
-    """For a reader."""
+    """The precision of products in words."""
     return "f16, by matrices, with sums in f32" if products == "f16" else products
 
 
@@ -283,8 +294,8 @@ def _products(products: str) -> str:
 
 @dataclass(frozen=True)
 class Loading:
-    """Seconds until a model was ready; the last `compiling` of them had nothing but kernels to
-    wait for."""
+    """Seconds until a model was ready. compiling: the last of them, in which only kernels were
+    waited for."""
 
     seconds: float
     compiling: float
@@ -345,7 +356,7 @@ def _logprob_json(entry: TopLogprob) -> dict[str, Any]:
 def result_json(
     llm: LLM, result: Result, params: SamplingParams, loading: Loading
 ) -> dict[str, Any]:
-    """All about a generation. params: as they were used."""
+    """All about a generation, as a JSON object. params: the sampling parameters that were used."""
     memory = llm.stats().memory
     return answer_json(result) | {
         "prompt_tps": result.prompt_tps,
@@ -360,13 +371,14 @@ def result_json(
         "context": llm.context,
         "seed": params.seed,
         "adapter": adapter_json(llm.device.adapter),
-        "products": llm.engine.products,
+        "products": llm.engine.runner.products,
         "versions": versions(llm.device.adapter.webgpu),
     }
 
 
 def load_details(llm: LLM, params: SamplingParams, loading: Loading) -> str:
-    """For --verbose: what runs, and how."""
+    """The details that --verbose shows after loading: model, adapter, weights, engine options,
+    sampling."""
     device, engine = llm.device, llm.engine
     dtypes = sorted({tensor.dtype for tensor in engine.weights.values() if len(tensor.shape) > 1})
     nbytes = sum(tensor.nbytes for tensor in engine.weights.values())
@@ -376,9 +388,9 @@ def load_details(llm: LLM, params: SamplingParams, loading: Loading) -> str:
             "model": f"{llm.name}, {llm.config.model_type}, {llm.config.num_hidden_layers} layers",
             "adapter": f"{device.adapter}, driver {device.adapter.driver}",
             "features": _used_features(device),
-            "products": _products(engine.products),
+            "products": _products(engine.runner.products),
             "weights": f"{size(nbytes)} in {', '.join(dtypes)}",
-            **({} if engine.draft is None else {"draft": str(engine.draft)}),
+            **({} if not engine.runner.drafter.steps else {"draft": str(engine.runner.drafter)}),
             "engine": ", ".join(f"{k} {v}" for k, v in asdict(engine.options).items()),
             "sampling": ", ".join(f"{name} {value}" for name, value in given.items()),
             "loading": f"{loading}; {device.n_pipelines} kernels",

@@ -45,6 +45,7 @@ from infer.kernels.errors import InferError, RequestError
 from infer.progress import ProgressLine, size
 
 if TYPE_CHECKING:
+    from infer.engine.pages import PoolStats
     from infer.keywords import Progress
     from infer.llm import LLM
     from infer.server.host import Host
@@ -259,7 +260,7 @@ def serve(
             "chat_template": None if chat_template is None else own_template(chat_template),
             "offline": offline,
         }
-        if len(models) > 1:  # which are loaded when clients ask for them
+        if len(models) > 1:  # several models are loaded when clients ask for them
             from infer.loading import check_options
 
             check_options(**load_options)
@@ -285,7 +286,7 @@ def serve(
 
 
 class _Source:
-    """A model by the name that the command was given."""
+    """A model to serve, by the name that the command was given."""
 
     def __init__(self, model: str, revision: str | None, options: Mapping[str, Any]) -> None:
         self._model, self._revision, self._options = model, revision, options
@@ -323,7 +324,7 @@ def _both(first: Progress, second: Progress) -> Progress:
 
 @contextmanager
 def needs_extra(what: str) -> Iterator[None]:
-    """Raises InferError where what is imported in the block is not installed."""
+    """Raises InferError if a package that the block imports is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -331,6 +332,15 @@ def needs_extra(what: str) -> Iterator[None]:
             f"{what} needs the package {error.name}. Install all that it needs: "
             "pip install 'infer-wgpu[serve]', or in a checkout pip install '.[serve]'."
         ) from error
+
+
+def cache_text(cache: PoolStats) -> str:
+    """Returns what the KV cache has room for."""
+    text = f"{cache.tokens:,} tokens of all answers"
+    if not cache.window:
+        return text
+    tokens = f"{cache.window_tokens:,} in layers that see the last {cache.window:,} of each"
+    return f"{text}; {tokens}"
 
 
 def _screen(host: Host, address: str) -> str:
@@ -347,7 +357,7 @@ def _screen(host: Host, address: str) -> str:
         stats = llm.stats()
         rows["memory"] = f"{size(stats.memory.allocated)} on {llm.gpu.name}, more as it is used"
         rows["slots"] = f"{llm.slots} answers at once, each of up to {llm.context:,} tokens"
-        rows["cache"] = f"{stats.cache.tokens:,} tokens of all answers"
+        rows["cache"] = cache_text(stats.cache)
         chat = llm.tokenizer.has_chat_template
     else:
         rows["loaded"] = "each at its first request"

@@ -43,10 +43,10 @@ def exit_codes(verbose: bool = False) -> Iterator[None]:
     nobody reads the output any more, and with 1 where all was well but a note was lost. verbose
     adds the traceback of an error; any other exception is a bug, and passes."""
     progress.note_lost = False
-    if callable(signal.getsignal(signal.SIGINT)):  # not where it is ignored, as in the background
+    if callable(signal.getsignal(signal.SIGINT)):  # it is ignored in the background: leave that
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # of a connection too, which must not end us
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # closed connections must not end us
     try:
         yield
     except BrokenPipeError:
@@ -70,7 +70,8 @@ OPTIONS = ContextVar[Mapping[str, str]]("OPTIONS", default=MappingProxyType({}))
 
 
 def in_options(said: object) -> str:
-    """An error or a warning, in which what users choose has the name of its option."""
+    """The text of an error or a warning, in which names of parameters are replaced by the names of
+    options."""
     return named(getattr(said, "marked", str(said)), OPTIONS.get())
 
 
@@ -82,7 +83,7 @@ def of_system(error: OSError) -> str:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C in the block takes effect at its end, so that what it does is done once and wholly."""
+    """Delay Ctrl-C until the end of the block, so that the block runs once and completely."""
     if threading.current_thread() is not threading.main_thread():  # gets no signals
         yield
         return
@@ -102,7 +103,8 @@ def uninterrupted() -> Iterator[None]:
 
 
 def never_fail_to_encode() -> None:
-    """Let both output streams replace what their encoding lacks: a model may say anything."""
+    """Let both output streams replace characters that their encoding lacks: a model may write
+    anything."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -115,7 +117,7 @@ def write(text: str) -> None:
 
 def write_as_is(text: str) -> None:
     """Writes text on standard output, at once, with control characters that a terminal obeys."""
-    if sys.stdout is None:  # as it is where a program is started with the stream closed
+    if sys.stdout is None:  # the program was started with the stream closed
         return
     try:
         # typer.echo would take escape sequences out, and would put UTF-8 into an ASCII stream.
@@ -145,11 +147,11 @@ class MarkdownWriter:
             and os.name != "nt"
         )
         self._held = ""  # a mark at the end, which may go on
-        self._line = ""  # how the line begins, as far as that says what it is
+        self._line = ""  # the beginning of the line, which tells its kind
         self._block = self._heading = self._bold = self._code = False
 
     def write(self, text: str) -> None:
-        """Text at once, but for a mark that may go on."""
+        """Write a text at once, except for a mark at its end that may continue."""
         if not self._styles:
             write(text)
             return
@@ -206,9 +208,9 @@ class MarkdownWriter:
 
 
 def wrapped(text: str, stream: TextIO | None) -> str:
-    """Text for people. Where the stream is a terminal, lines that are wider than it are broken
-    between words. What follows is indented as the line is, or where it is one of a table, a name
-    and after two spaces a value, as the value."""
+    """Text for people. If the stream is a terminal, lines that are too long are broken between
+    words. The rest of a line is indented like its beginning, or, in a table of names and values,
+    like the value."""
     if stream is None or not is_terminal(stream):
         return text
     width = columns(stream)
@@ -233,7 +235,7 @@ def _broken(line: str, width: int) -> str:
 
 
 def table(rows: Mapping[str, str], indent: str = "") -> str:
-    """A line for each entry, its values in one column."""
+    """Lines with a name and a value each; all values are in one column."""
     width = max(map(len, rows))
     lines = (f"{indent}{name:{width}}  {value}" for name, value in rows.items())
     return "\n".join(visible(line).replace("\n", "\\n") for line in lines)
@@ -257,8 +259,8 @@ def quiet() -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Lines on standard error, their control characters visible. Where they cannot be written, no
-    answer is lost for it: `exit_codes` tells."""
+    """Write a note on standard error, with control characters made visible. If it cannot be
+    written, the answer goes on, and `exit_codes` tells at the end."""
     write_note(wrapped(visible(text), sys.stderr) + "\n")
 
 
@@ -281,7 +283,7 @@ def warnings_as_notes(quiet: bool, told: set[str] | None = None) -> Iterator[Non
 
 
 def tell(text: str) -> None:
-    """Lines for people on standard output."""
+    """Write lines for people on standard output."""
     write(wrapped(text, sys.stdout) + "\n")
 
 
@@ -293,7 +295,7 @@ class Shown(Protocol):
 
 
 def show(report: Shown, as_json: bool) -> None:
-    """A report on standard output."""
+    """Write a report on standard output."""
     if as_json:
         write_json(report.json())
     else:
@@ -301,13 +303,13 @@ def show(report: Shown, as_json: bool) -> None:
 
 
 def write_json(value: Mapping[str, Any]) -> None:
-    """A JSON object on standard output, in ASCII."""
+    """Write a JSON object on standard output, in ASCII."""
     write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def read_prompt(given: str | None) -> str:
-    """The prompt: as given, or what standard input holds, without its last line end, where "-" or
-    nothing is given. Raises RequestError without a prompt, and for an empty one."""
+    """The prompt: the text given, or, if none or "-" was given, standard input without its last
+    line end. Raises RequestError if there is no prompt, or an empty one."""
     if given is not None and given != "-":
         # Python keeps the bytes of arguments that are not UTF-8.
         text = _of_bytes(given.encode("utf-8", sys.getfilesystemencodeerrors()), "The prompt")
@@ -324,7 +326,7 @@ def read_prompt(given: str | None) -> str:
 
 
 def read_text(path: str) -> str:
-    """That of a file. Raises RequestError for what is none."""
+    """The text of a file. Raises RequestError if the file cannot be read or is not UTF-8."""
     return _of_bytes(read_file(path), path)
 
 

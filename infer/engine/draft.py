@@ -14,20 +14,19 @@ from its start. Drafts enter a state only when they are known to be right.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from abc import abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 
 from infer.engine import scheduler
+from infer.engine.drafter import Drafter, Drafting, Known
+from infer.engine.kinds import Kind
 from infer.engine.options import MAX_BATCH, EngineOptions
-from infer.engine.steps import Steps
+from infer.engine.steps import Loaded, Steps
 from infer.kernels.errors import RequestError, UnsupportedError
-from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.plan import DispatchPlan
 from infer.kernels.gpu.record import Copy, Part, Recording, StepQueue
-from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.sampler import Sampler, SamplerChain
 from infer.kernels.state.step import (
@@ -39,42 +38,7 @@ from infer.kernels.state.step import (
     pack_stopped,
 )
 from infer.models.blocks.decoder import Decoder
-from infer.models.loading.lora import NO_ADAPTERS
 from infer.progress import size
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A model and its weights on a device."""
-
-    model: Decoder
-    weights: Mapping[str, GpuTensor]
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """A sequence in a round. count: its drafts. place: the row of the verifying step that takes the
-    first of them. forced: tokens that a constraint puts before them."""
-
-    sequence: scheduler.Sequence
-    slot: int
-    count: int
-    place: int
-    forced: Sequence[int] = ()
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """All that are known before the drafts."""
-        return [*self.sequence.tokens, *self.forced] if self.forced else self.sequence.tokens
-
-
-class Known(NamedTuple):
-    """A sequence whose first `end` tokens are known."""
-
-    sequence: scheduler.Sequence
-    slot: int
-    tokens: Sequence[int]
-    end: int
 
 
 def check_draft(draft: Decoder, draft_name: str, model: Decoder, name: str, context: int) -> None:
@@ -94,44 +58,84 @@ def check_draft(draft: Decoder, draft_name: str, model: Decoder, name: str, cont
         )
 
 
-class DraftModel:
-    """The steps of a draft model, and what they have computed of which sequence."""
+class ModelDrafter(Drafter):
+    """A model that makes some steps of one row of each sequence in a round, and its sampler. The
+    GPU passes each sampled token on into the next row, and into the step that verifies it."""
+
+    gives = "unknown"
+
+    def __init__(self, own: Loaded, steps: Steps, target: Steps, sampler: Sampler) -> None:
+        """steps: of this model. target: of the model that verifies, and its sampler."""
+        self.own, self.vocab_size = own, own.model.config.vocab_size
+        self.device, self._steps, self.steps = steps.device, steps, (steps,)
+        self.sampler = Sampler(
+            steps.device,
+            self.vocab_size,
+            steps.logits,
+            steps.step,
+            max_rows=steps.most_rows,
+            sequences=sampler.sequences,
+            verified=(sampler, target.step),
+        )
+        self._recordings: dict[tuple[Kind | None, SamplerChain | None, bool], Recording] = {}
+
+    def grow(self, n_pages: int) -> None:
+        self._steps.grow(n_pages, 0)
+        self._recordings.clear()
+
+    def first(
+        self, sequences: int, chain: SamplerChain, kv_len: int, behind: bool
+    ) -> tuple[Part, Part]:
+        rows = (1 + behind) * sequences
+        step = Part(self._recording(self._kind(rows)), rows, kv_len)
+        return step, Part(self._recording(None, chain), sequences, kv_len)
+
+    def others(self, sequences: int, depth: int, chain: SamplerChain, kv_len: int) -> list[Part]:
+        recording = self._recording(self._kind(sequences), chain)
+        return [Part(recording, sequences, kv_len)] * (depth - 1)
+
+    def recordings(self, prompt_tokens: int, chain: SamplerChain) -> list[Recording]:
+        parts = [*self.first(1, chain, 1, behind=self.ways[-1]), *self.others(1, 2, chain, 1)]
+        return [part.recording for part in parts]
+
+    @abstractmethod
+    def _kind(self, rows: int) -> Kind:
+        """The kind of step of so many rows in a round."""
+
+    def _recording(
+        self, kind: Kind | None, chain: SamplerChain | None = None, *, head: bool = True
+    ) -> Recording:
+        """A step of that kind, if one is given, and its sampling, if there is a chain."""
+        key = kind, chain, head
+        if key not in self._recordings:
+            plan = DispatchPlan(()) if kind is None else self._steps.plan(kind)
+            dispatches = [*plan.body, *(plan.head if head else ())]
+            if chain is not None:
+                dispatches += self.sampler.dispatches(chain, gather=0)
+            self._recordings[key] = Recording(dispatches)
+        return self._recordings[key]
+
+    def stop(self) -> None:
+        self.device.write(self._steps.step, pack_stopped(self._steps.most_rows))
+
+
+class DraftModel(ModelDrafter):
+    """A smaller model, and what it has computed of which sequence."""
 
     def __init__(
-        self, device: Device, own: Loaded, options: EngineOptions, steps: Steps, sampler: Sampler
+        self, own: Loaded, options: EngineOptions, target: Steps, sampler: Sampler
     ) -> None:
-        """steps, sampler: the target's."""
-        self.device, self.vocab_size = device, own.model.config.vocab_size
-        self._own = own
-        self.steps = Steps(
-            device,
-            own.model,
-            own.weights,
-            NO_ADAPTERS,
-            options,
-            **self._of(steps, options),
-        )
-        self.sampler = Sampler(
-            device,
-            self.vocab_size,
-            self.steps.logits,
-            self.steps.step,
-            max_rows=self.steps.most_rows,
-            sequences=options.max_batch,
-            verified=(sampler, steps.step),
-        )
-        self._filled = [0] * options.pages  # of each page, how many first positions are cached
+        """target, sampler: of the model that verifies."""
+        rows, pages = min(MAX_BATCH, 2 * options.max_batch), target.caches.kv.pages
+        steps = Steps(target.device, own, options, draft_rows=rows, pages=pages)
+        super().__init__(own, steps, target, sampler)
         self._has_states = any(own.model.config.states)
+        self.ways = (False,) if self._has_states else (False, True)
+        self._filled = [0] * options.pages  # of each page, how many first positions are cached
         self._settled = [0] * options.max_batch  # of each slot, positions that its states include
-        self._recordings: dict[tuple[str | None, SamplerChain | None, bool], Recording] = {}
-
-    def _of(self, steps: Steps, options: EngineOptions) -> dict[str, Any]:
-        """Options of its steps that depend on the target's."""
-        pages = steps.cache.pages
-        return {"pages": pages, "draft_rows": min(MAX_BATCH, 2 * options.max_batch)}
 
     def __str__(self) -> str:
-        config, weights = self._own.model.config, self._own.weights.values()
+        config, weights = self.own.model.config, self.own.weights.values()
         dtypes = sorted({tensor.dtype for tensor in weights if len(tensor.shape) > 1})
         nbytes = size(sum(tensor.nbytes for tensor in weights))
         layers = f"{config.num_hidden_layers} layers"
@@ -140,24 +144,15 @@ class DraftModel:
     # Its cache
 
     def forget(self) -> None:
-        """Assume an empty cache."""
         self._filled = [0] * len(self._filled)
 
-    def grow(self, n_pages: int) -> None:
-        """Have a cache of so many pages. Nothing recorded may be in use."""
-        self.steps.grow(n_pages, 0)
-        self._recordings.clear()
-
     def forget_pages(self, pages: Sequence[int]) -> None:
-        """These pages hold something else from here on."""
         for page in pages:
             self._filled[page] = 0
 
     def begin(
         self, sequence: scheduler.Sequence, computed: int, copy: tuple[int, int] | None
     ) -> None:
-        """A sequence was given pages; its first `computed` positions are in the target's cache.
-        copy: one page is copied to another, which is one of them."""
         partial = 0 if copy is None else min(self._filled[copy[0]], computed % PAGE)
         self.forget_pages(sequence.pages[computed // PAGE :])
         if copy is not None:
@@ -177,15 +172,13 @@ class DraftModel:
             sequence.followed = min(filled, end)
 
     def copies(self, page: int, to: int, positions: int) -> list[Copy]:
-        """Returns the copies of so many positions from one page of the draft's cache to another."""
-        return self.steps.cache.copies(page, to, positions)
+        return self._steps.caches.kv.copies(page, to, positions)
 
     def follow(self, queue: StepQueue, known: Sequence[Known]) -> None:
-        """Compute the positions that are missing, of several sequences in one step."""
         if self._has_states:
             self._settle(queue, known)
         chunks: list[tuple[Tokens, int, int, int]] = []
-        room = self.steps.rows["prefill"]
+        room = self._steps.kinds.chunk
         for sequence, slot, tokens, end in known:
             self._skip(sequence, end)
             while (start := sequence.followed) < end:
@@ -195,17 +188,17 @@ class DraftModel:
                 self.has(sequence, stop)
                 self._settled[slot] = stop
                 room -= stop - start
-                if not room or len(chunks) == self.steps.prompts:
+                if not room or len(chunks) == self._steps.kinds.prompts:
                     self._compute(queue, chunks)
-                    chunks, room = [], self.steps.rows["prefill"]
+                    chunks, room = [], self._steps.kinds.chunk
         if chunks:
             self._compute(queue, chunks)
 
     def _compute(self, queue: StepQueue, chunks: Sequence[tuple[Tokens, int, int, int]]) -> None:
         rows = sum(len(ids) for ids, *_ in chunks)
         longest = max(start + len(ids) for ids, start, *_ in chunks)
-        self.device.write(self.steps.step, pack_prompts(chunks))
-        recording = self._recording(self.steps.prefill(rows, len(chunks)), head=False)
+        self.device.write(self._steps.step, pack_prompts(chunks))
+        recording = self._recording(self._steps.kinds.prefill(rows, len(chunks)), head=False)
         queue.submit(recording, rows, longest, ())
 
     def _settle(self, queue: StepQueue, known: Sequence[Known]) -> None:
@@ -220,9 +213,9 @@ class DraftModel:
                 self.has(sequence, at + 1)
                 self._settled[slot] = at + 1
         if rows:
-            self.device.write(self.steps.step, pack_rows(rows, len(rows)))
+            self.device.write(self._steps.step, pack_rows(rows, len(rows)))
             longest = max(position for _, position, *_ in rows) + 1
-            recording = self._recording(self.steps.drafts(len(rows)), head=False)
+            recording = self._recording(self._steps.kinds.drafts(len(rows)), head=False)
             queue.submit(recording, len(rows), longest, ())
 
     def has(self, sequence: scheduler.Sequence, end: int) -> None:
@@ -234,53 +227,17 @@ class DraftModel:
 
     # Rounds
 
-    def first(
-        self, sequences: int, chain: SamplerChain, kv_len: int, behind: bool
-    ) -> tuple[Part, Part]:
-        """Returns the parts that draft the first token for so many sequences: a step, and its
-        sampling. behind: the step also computes the token before each last one, which is not cached
-        yet if all drafts of the round before were right."""
-        rows = (1 + behind) * sequences
-        step = Part(self._recording(self._kind(rows)), rows, kv_len)
-        return step, Part(self._recording(None, chain), sequences, kv_len)
-
-    def others(self, sequences: int, depth: int, chain: SamplerChain, kv_len: int) -> list[Part]:
-        """Returns the parts that draft the other depth - 1 tokens, one for each."""
-        recording = self._recording(self._kind(sequences), chain)
-        return [Part(recording, sequences, kv_len)] * (depth - 1)
-
-    def _kind(self, rows: int) -> str:
-        return self.steps.drafts(rows) if self._has_states else self.steps.batch(rows)
-
-    def _recording(
-        self, kind: str | None, chain: SamplerChain | None = None, *, head: bool = True
-    ) -> Recording:
-        """A step of that kind, if one is given, and its sampling, if there is a chain."""
-        key = kind, chain, head
-        if key not in self._recordings:
-            plan = DispatchPlan(()) if kind is None else self.steps.plan(kind, False)
-            dispatches = [*plan.body, *(plan.head if head else ())]
-            if chain is not None:
-                dispatches += self.sampler.dispatches(chain, gather=0)
-            self._recordings[key] = Recording(dispatches)
-        return self._recordings[key]
+    def _kind(self, rows: int) -> Kind:
+        kinds = self._steps.kinds
+        return kinds.drafts(rows) if self._has_states else kinds.batch(rows)
 
     def recordings(self, prompt_tokens: int, chain: SamplerChain) -> list[Recording]:
-        """The recordings that a single answer to so long a prompt needs."""
-        rows = min(prompt_tokens, self.steps.rows["prefill"])
-        own = [self._recording(self.steps.prefill(rows), head=False)]
+        rows = min(prompt_tokens, self._steps.kinds.chunk)
+        own = [self._recording(self._steps.kinds.prefill(rows), head=False)]
         own += [self._recording(self._kind(1), head=False)] if self._has_states else []
-        parts = [*self.first(1, chain, 1, behind=self.ways[-1]), *self.others(1, 2, chain, 1)]
-        return own + [part.recording for part in parts]
-
-    @property
-    def ways(self) -> tuple[bool, ...]:
-        """The values of `behind` with which a round may begin."""
-        return (False,) if self._has_states else (False, True)
+        return own + super().recordings(prompt_tokens, chain)
 
     def begin_round(self, queue: StepQueue, drafting: Sequence[Drafting], sequences: int) -> bool:
-        """Write the rows of a round of so many sequences: these, and others without drafts. All
-        their tokens have been read. Returns whether any sequence is `behind`."""
         # Rows of a step go into states in their order, which the two of a sequence are not in.
         lacking = 1 if self._has_states else 2
         known = [
@@ -297,14 +254,9 @@ class DraftModel:
             of_states = sequence.followed - self._settled[slot] if self._has_states else 0
             rows.append((before, last, position, slot, of_states, each.count, each.place))
             self._settled[slot] = len(tokens)
-        self.device.write(self.steps.step, pack_drafting(rows, sequences, behind))
+        self.device.write(self._steps.step, pack_drafting(rows, sequences, behind))
         return behind
 
-    def stop(self) -> None:
-        """Make its steps leave nothing, until the next round."""
-        self.device.write(self.steps.step, pack_stopped(self.steps.most_rows))
-
     def accepted(self, sequence: scheduler.Sequence, drafted: int, right: int) -> None:
-        """So many drafts of a round were right; the round began at the last of the sequence's
-        `computed` positions. The token that was drafted last is sampled but not computed."""
+        # The token that was drafted last is sampled but not computed.
         self.has(sequence, sequence.computed - 1 + min(1 + right, drafted))

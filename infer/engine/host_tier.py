@@ -78,7 +78,7 @@ class Restore:
 
 class HostTier:
     """Moves what the pool of one engine evicts to a cache in host memory, and back; and prompts to
-    files and back."""
+    files and back. outgoing: what is on its way to the host."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class HostTier:
         self._steps, self._pool, self.cache = steps, pool, cache
         self._submissions = submissions
         self._device, self._seconds_of, self._taken = steps.device, seconds_of, taken
-        self._outgoing = deque[_Outgoing]()
+        self.outgoing = deque[_Outgoing]()
         self._bytes_in = 0
         self._seconds_in = 0.0  # that these took to come back
         self._is_full = False  # nothing more goes to the host
@@ -104,15 +104,15 @@ class HostTier:
     def forget(self) -> None:
         """Assume nothing about what the GPU has, nor about what is on its way from there."""
         self._pool.evicted = [] if self.cache.capacity and not self._is_full else None
-        for batch in self._outgoing:
+        for batch in self.outgoing:
             self._device.destroy([batch.staging])
-        self._outgoing.clear()
+        self.outgoing.clear()
 
     def share(self, memory: HostMemory, about: Hashable) -> None:
         """Keep everything in this memory from now on, and find what others have left there. about:
         all that keys, values and states depend on besides the key and the tokens of a prompt."""
-        saved, windows = self._steps.saved, self._steps.windows
-        sizes = [sum(piece.nbytes for piece in self._steps.cache.pieces(0))]
+        saved, windows = self._steps.caches.saved, self._steps.caches.windows
+        sizes = [sum(piece.nbytes for piece in self._steps.caches.kv.pieces(0))]
         sizes.append(0 if windows is None else sum(piece.nbytes for piece in windows.pieces(0)))
         sizes.append(0 if saved is None else saved.nbytes)
         self.cache.share(memory, root_name((about, sizes)))
@@ -148,8 +148,8 @@ class HostTier:
             if room < 0 or time.monotonic() >= end:
                 break
             self._send_out(batch, nbytes)
-        while self._outgoing:
-            self._collect(self._outgoing.popleft())
+        while self.outgoing:
+            self._collect(self.outgoing.popleft())
 
     def _batches(self, items: Iterable[Cached]) -> Iterator[tuple[list[Cached], int]]:
         """Yields what is not in host memory yet, and the bytes of each batch."""
@@ -167,8 +167,8 @@ class HostTier:
             yield batch, nbytes
 
     def _send_out(self, batch: list[Cached], nbytes: int) -> None:
-        if len(self._outgoing) >= _WAITING:
-            self._collect(self._outgoing.popleft())
+        if len(self.outgoing) >= _WAITING:
+            self._collect(self.outgoing.popleft())
         try:
             staging = self._device.acquire(nbytes, "read")
         except OutOfMemoryError as error:
@@ -184,15 +184,13 @@ class HostTier:
         except BaseException:  # an interrupt
             self._device.release(staging)
             raise
-        self._outgoing.append(
-            _Outgoing(batch, staging, nbytes, submission, self._submissions.count)
-        )
+        self.outgoing.append(_Outgoing(batch, staging, nbytes, submission, self._submissions.count))
 
     def collect(self) -> None:
         """Take in what has come: all that was submitted before a step that is done."""
         done = self._submissions.count - len(self._submissions.in_flight)
-        while self._outgoing and self._outgoing[0].step < done:
-            self._collect(self._outgoing.popleft())
+        while self.outgoing and self.outgoing[0].step < done:
+            self._collect(self.outgoing.popleft())
 
     def _collect(self, batch: _Outgoing) -> None:
         try:
@@ -213,11 +211,11 @@ class HostTier:
     def plan(self, tokens: Sequence[int], key: Hashable) -> Restore | None:
         """What is to be brought back for a prompt; None if nothing is, or if it would be computed
         as fast. Its last token is computed in any case."""
-        if self.cache.is_empty and not self._outgoing:
+        if self.cache.is_empty and not self.outgoing:
             return None
-        while self._outgoing:
-            self._collect(self._outgoing.popleft())
-        has_states = self._steps.saved is not None
+        while self.outgoing:
+            self._collect(self.outgoing.popleft())
+        has_states = self._steps.caches.saved is not None
         own, size = tokens[: len(tokens) - 1], self._pool.page_size
         if self._pool.windows is not None:
             return self._plan_windows(own, key, self._pool.cached(tokens, key))
@@ -340,7 +338,7 @@ class HostTier:
 
     def _with_state(self, restore: Restore) -> list[tuple[Name, int, Bytes]]:
         """The state and its place, if it is still here and finds one."""
-        name, saved = restore.state, self._steps.saved
+        name, saved = restore.state, self._steps.caches.saved
         assert name is not None
         assert saved is not None
         data = self._data(name)
@@ -395,13 +393,17 @@ class HostTier:
     def copy_out(self, tokens: Sequence[int], key: Hashable) -> CachedPrompt:
         """Returns what is cached of a prompt; where layers have states, up to the last one before
         its last token, which another prompt may not have."""
-        pool, limit = self._pool, len(tokens) - (self._steps.saved is not None)
+        pool, limit = self._pool, len(tokens) - (self._steps.caches.saved is not None)
         match = pool.match(tokens, key, limit)
         try:
             partial = [] if match.partial is None else [match.partial[0]]
             windows = [*match.windows]
             windows += [] if match.window_partial is None else [match.window_partial]
-            cache, of_windows, saved = self._steps.cache, self._steps.windows, self._steps.saved
+            cache, of_windows, saved = (
+                self._steps.caches.kv,
+                self._steps.caches.windows,
+                self._steps.caches.saved,
+            )
             state = np.zeros(0, np.uint8)
             if match.snapshot is not None:
                 assert saved is not None
@@ -419,10 +421,10 @@ class HostTier:
 
     def takes(self, prompt: CachedPrompt) -> bool:
         """Whether a prompt has the sizes that prompts have here."""
-        steps, count = self._steps, self._pool.pages_for(len(prompt.tokens))
-        pages = count, sum(piece.nbytes for piece in steps.cache.pieces(0))
-        windows = 0 if steps.windows is None else sum(p.nbytes for p in steps.windows.pieces(0))
-        state = 0 if steps.saved is None else steps.saved.nbytes
+        caches, count = self._steps.caches, self._pool.pages_for(len(prompt.tokens))
+        pages = count, sum(piece.nbytes for piece in caches.kv.pieces(0))
+        windows = 0 if caches.windows is None else sum(p.nbytes for p in caches.windows.pieces(0))
+        state = 0 if caches.saved is None else caches.saved.nbytes
         return (
             count > 0
             and prompt.pages.shape == pages
@@ -445,15 +447,15 @@ class HostTier:
                 return False
             self.take_out()
             for page, data in zip(pages, prompt.pages, strict=True):
-                self._write(self._steps.cache.pieces(page), data)
+                self._write(self._steps.caches.kv.pieces(page), data)
             for page, data in zip(windows, prompt.windows, strict=True):
-                assert self._steps.windows is not None
-                self._write(self._steps.windows.pieces(page), data)
+                assert self._steps.caches.windows is not None
+                self._write(self._steps.caches.windows.pieces(page), data)
             first = len(pages) - len(windows)
             pool.store(tokens, key, pages, None, [0] * first + windows, first)
             if len(prompt.state):
                 place = pool.store_snapshot(tokens, key, pages)
-                saved = self._steps.saved
+                saved = self._steps.caches.saved
                 assert saved is not None
                 if place is not None and self._has_place(place):
                     self._write(saved.pieces(place), prompt.state)
@@ -465,7 +467,7 @@ class HostTier:
 
     def _has_place(self, place: int) -> bool:
         """Whether there is memory for this place; if not, there are no more places from now on."""
-        saved = self._steps.saved
+        saved = self._steps.caches.saved
         assert saved is not None
         try:
             saved.reserve(place + 1)
@@ -498,12 +500,12 @@ class HostTier:
     def _pieces(self, name: Name, number: int) -> Sequence[Piece]:
         """Where a page, or the place of a state, lies on the GPU."""
         if name.kind == "page":
-            return self._steps.cache.pieces(number)
+            return self._steps.caches.kv.pieces(number)
         if name.kind == "window":
-            assert self._steps.windows is not None
-            return self._steps.windows.pieces(number)
-        assert self._steps.saved is not None
-        return self._steps.saved.pieces(number)
+            assert self._steps.caches.windows is not None
+            return self._steps.caches.windows.pieces(number)
+        assert self._steps.caches.saved is not None
+        return self._steps.caches.saved.pieces(number)
 
     def _size(self, name: Name) -> int:
         return sum(piece.nbytes for piece in self._pieces(name, 0))

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -22,9 +22,6 @@ from pathlib import Path
 from pickle import PicklingError
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, cast
-
-import numpy as np
-from numpy.typing import NDArray
 
 from infer.engine.host_memory import CAN_SHARE, HostMemory
 from infer.engine.messages import (
@@ -45,7 +42,7 @@ from infer.engine.messages import (
     Stats,
     packed,
 )
-from infer.engine.token_engine import EngineStats, Step, Timings, TokenAnswer, TokenEngine
+from infer.engine.token_engine import EngineStats, Request, Step, Timings, TokenAnswer, TokenEngine
 from infer.foreign import reason
 from infer.kernels.errors import (
     ClosedError,
@@ -57,7 +54,6 @@ from infer.kernels.errors import (
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.keywords import Progress as Report
 from infer.progress import write_note
-from infer.sampling import LogitsProcessor, Logprobs, SamplingParams
 
 DEATHS, WITHIN = 3, 60.0  # so many, within so many seconds, are the last
 _ASK_EVERY = 5.0  # seconds without a word to it
@@ -68,15 +64,11 @@ _LINES = 5  # of its standard error that are told
 
 @dataclass(eq=False)
 class WorkerAnswer(TokenAnswer):
-    """options: further arguments of `Engine.generate`. generated: all tokens that came. deaths: of
-    the process, since the last token came."""
+    """generated: all tokens that came. deaths: of the process, since the last token came."""
 
     engine: WorkerEngine
     key: int
-    prompt: Sequence[int]
-    params: SamplingParams
-    stop_ids: Sequence[int]
-    options: Mapping[str, Any]
+    request: Request
     timings: Timings = field(default_factory=Timings)
     steps: deque[Step] = field(default_factory=deque)
     generated: list[int] = field(default_factory=list)
@@ -86,14 +78,16 @@ class WorkerAnswer(TokenAnswer):
     deaths: int = 0
     begun: float = field(default_factory=time.perf_counter)
 
+    def __post_init__(self) -> None:
+        self.stop_ids = self.request.stop_ids
+
     @property
     def priority(self) -> int:
-        return int(self.options.get("priority", 0))
+        return self.request.priority
 
     def message(self) -> Begin:
         """The message that begins it, or goes on with it."""
-        options = {**self.options, "stop_ids": self.stop_ids, "generated": self.generated}
-        return Begin(self.key, self.prompt, self.params, options)
+        return Begin(self.key, replace(self.request, generated=self.generated, constraint=None))
 
     def take(self, step: Step, now: float) -> None:
         timings = self.timings
@@ -414,7 +408,7 @@ class WorkerEngine(TokenEngine):
             for key, reused, seconds in made.begun:
                 if (answer := answers.get(key)) is not None and not answer.generated:
                     answer.timings.reused_tokens = reused
-                    answer.timings.prefilled_tokens = len(answer.prompt) - reused
+                    answer.timings.prefilled_tokens = len(answer.request.prompt) - reused
                     answer.timings.queue_seconds = max(0.0, now - answer.begun - seconds)
             for key, token, logprobs in made.steps:
                 if (answer := answers.get(key)) is not None:
@@ -436,30 +430,20 @@ class WorkerEngine(TokenEngine):
 
     # Answers
 
-    def generate(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        stop_ids: Sequence[int] = (),
-        logits_processor: LogitsProcessor | None = None,
-        **options: Any,
-    ) -> WorkerAnswer:
-        self.check_prompt(prompt_ids)
-        self.check_adapter(options.get("adapter"))
-        if logits_processor is not None:
+    def answer(self, request: Request) -> WorkerAnswer:
+        self.check_prompt(request.prompt)
+        self.check_adapter(request.adapter)
+        if request.logits_processor is not None:
             raise UnsupportedError(
                 "A logits processor needs the engine in its own process. Load the model without "
                 "isolate."
             )
-        options.pop("constraint", None)  # params say it, and that process makes its own
-        key = next(self._keys)
-        answer = WorkerAnswer(self, key, prompt_ids, params, stop_ids, options)
+        answer = WorkerAnswer(self, next(self._keys), request)
         with self._changed:
             self._check_open()
             if self._runs:
                 self._process.send(answer.message())
-            self._answers[key] = answer
+            self._answers[answer.key] = answer
         return answer
 
     def cancel(self, answer: WorkerAnswer) -> None:
@@ -493,52 +477,13 @@ class WorkerEngine(TokenEngine):
 
     # Calls
 
-    def embed(
-        self, texts: Sequence[Sequence[int]], pooling: str, adapter: str | None = None
-    ) -> Generator[NDArray[np.float64], None, None]:
-        for ids in texts:
-            self.check_prompt(ids, room=0)
-        self.check_adapter(adapter)
-        yield from self._call("embed", texts, pooling, adapter)
-
-    def score(
-        self, ids: Sequence[int], n: int, adapter: str | None = None
-    ) -> Generator[list[Logprobs], None, None]:
-        self.check_prompt(ids, room=0)
-        self.check_adapter(adapter)
-        yield from self._call("score", ids, n, adapter)
-
-    def logits(
-        self, ids: Sequence[int], adapter: str | None = None
-    ) -> Generator[NDArray[np.float32], None, None]:
-        self.check_prompt(ids, room=0)
-        self.check_adapter(adapter)
-        yield from self._call("logits", ids, adapter)
-
-    def save_cache(
-        self,
-        path: str,
-        ids: Sequence[int],
-        adapter: str | None = None,
-        cache_salt: str | None = None,
-    ) -> Generator[int, None, None]:
-        self.check_prompt(ids)
-        self.check_adapter(adapter)
-        yield from self._call("save_cache", path, ids, adapter, cache_salt)
-
-    def load_cache(
-        self, path: str, adapter: str | None = None, cache_salt: str | None = None
-    ) -> Generator[int, None, None]:
-        self.check_adapter(adapter)
-        yield from self._call("load_cache", path, adapter, cache_salt)
-
-    def _call(self, method: str, *arguments: Any) -> Generator[Any, None, None]:
-        call, key = _Call(method, arguments), next(self._keys)
+    def call(self, what: str, *arguments: Any) -> Generator[Any, None, None]:
+        call, key = _Call(what, arguments), next(self._keys)
         with self._changed:
             self._check_open()
             self._calls[key] = call
             if self._runs:
-                self._process.send(Call(key, method, arguments, 0))
+                self._process.send(Call(key, what, arguments, 0))
         try:
             while True:
                 self.wait(lambda: bool(call.parts) or call.ended)

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from infer.engine import scheduler
-from infer.engine.answers import Answer
+from infer.engine.answers import Answer, Jobs
 from infer.engine.constraint import Asked
-from infer.engine.texts import Text
 from infer.kernels.errors import RequestError
 from infer.kernels.state.sampler import Sampler
 
@@ -19,11 +18,8 @@ class Masks:
     """The masks of an engine's answers. They are made while the body of a step runs, as only its
     head needs them."""
 
-    def __init__(
-        self, sampler: Sampler, answers: Mapping[scheduler.Sequence, Answer | Text]
-    ) -> None:
-        """answers: all there are, by their sequences."""
-        self._sampler, self._answers = sampler, answers
+    def __init__(self, sampler: Sampler, jobs: Jobs) -> None:
+        self._sampler, self._jobs = sampler, jobs
 
     def make(self, sequences: Sequence[scheduler.Sequence]) -> list[Answer]:
         """Make and write the masks of those of the sequences that have one. All their tokens have
@@ -60,7 +56,7 @@ class Masks:
         answers: list[Answer] = []
         asked: list[Asked] = []
         for sequence in sequences:
-            answer = self._answers.get(sequence)
+            answer = self._jobs.of.get(sequence)
             if isinstance(answer, Answer) and answer.is_masked and not answer.ended:
                 assert answer.constraint is not None
                 of = sequence.tokens, len(answer.prompt)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from infer.engine.options import EngineOptions
-from infer.engine.token_engine import EngineStats
+from infer.engine.token_engine import EngineStats, Request
 from infer.kernels.errors import InferError
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.models.blocks.layers import DecoderConfig
 from infer.models.loading.plan import Summary
-from infer.sampling import Logprobs, SamplingParams
+from infer.sampling import Logprobs
 
 _LENGTH = struct.Struct("<Q")
 
@@ -73,17 +73,15 @@ class Load:
 
 @dataclass(frozen=True)
 class Begin:
-    """Begins an answer. options: further arguments of `Engine.generate`."""
+    """Begins an answer, without its constraint: the engine's process makes it from the params."""
 
     key: int
-    prompt: Sequence[int]
-    params: SamplingParams
-    options: Mapping[str, Any]
+    request: Request
 
 
 @dataclass(frozen=True)
 class Call:
-    """Calls a method of the engine that yields parts; the first `skip` of them are not wanted."""
+    """Calls `TokenEngine.call` with the name of a method; the first `skip` parts are not wanted."""
 
     key: int
     method: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -125,6 +125,13 @@ class Pace:
         left = next(n for n in self.kinds if n >= rows - smaller)
         apart = self.step_seconds + left * self.row_seconds
         return smaller if apart < (kind - smaller) * self.row_seconds else most
+
+    def most_rows(self, is_beside: bool, shared: int) -> Callable[[int], int]:
+        """Returns what gives the most rows of a step that start at a position. is_beside: other
+        answers wait for their next tokens. shared: rows of all prompts that may share the step; 0
+        if there is only one."""
+        most = self.rows_beside if is_beside else self.rows
+        return lambda position: self.filled(most(position), shared)
 
     def submissions(self, rows: int, position: int = 0) -> int:
         """How many submissions a step of so many rows that start at a position is cut into."""

@@ -50,7 +50,10 @@ class Match:
 class PoolStats:
     """Pages that are referenced, that are only cached, and that are free; tokens that were found,
     of those that were looked up. page_size: positions of a page. states: snapshots of states that
-    are kept, of the `state_places` that there are."""
+    are kept, of the `state_places` that there are. window: the most positions that a layer with a
+    window sees, where such layers have pages of their own, which the others are without; 0: all
+    layers share the pages. window_pages: of these layers. window_pages_used: that are referenced or
+    cached."""
 
     in_use: int
     cached: int
@@ -60,11 +63,19 @@ class PoolStats:
     page_size: int = 1
     states: int = 0
     state_places: int = 0
+    window: int = 0
+    window_pages: int = 0
+    window_pages_used: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens that there is room for in all."""
         return (self.in_use + self.cached + self.free) * self.page_size
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens that layers with a window have room for, if they have pages of their own."""
+        return self.window_pages * self.page_size
 
 
 class Cached(NamedTuple):
@@ -164,7 +175,8 @@ def _windows(match: Match) -> list[int]:
 
 
 class PagePool:
-    """All pages of a cache, and the snapshots of states for models whose layers have one."""
+    """All pages of a cache, and the snapshots of states for models whose layers have one. touched:
+    how many of the first pages have been used: those behind them need no memory yet."""
 
     def __init__(
         self,
@@ -184,7 +196,7 @@ class PagePool:
         self.windows = windows
         self._count = Counter[int]()  # references
         self._free: list[int] = []  # those that were used before, and
-        self._unused = 0  # all from here on
+        self.touched = 0  # all from here on
         self._roots: dict[Hashable, _Node] = {}
         self._nodes: dict[int, _Node] = {}  # of pages that are cached, and of twins
         # Nodes that are not active, in the order in which they became so: children before parents.
@@ -202,12 +214,14 @@ class PagePool:
     @property
     def available(self) -> int:
         """Pages that can be allocated: those that are free, and those that can be evicted."""
-        return self.pages - self._unused + len(self._free) + len(self._idle)
+        return self.pages - self.touched + len(self._free) + len(self._idle)
 
     @property
     def stats(self) -> PoolStats:
         in_use = len(self._count)
-        free = self.pages - self._unused + len(self._free)
+        free = self.pages - self.touched + len(self._free)
+        windows = self.windows
+        of_windows = (0, 0, 0) if windows is None else (windows.window, windows.pages, windows.used)
         return PoolStats(
             in_use,
             self.pages - in_use - free,
@@ -217,12 +231,8 @@ class PagePool:
             self.page_size,
             len(self.snapshots),
             self.snapshots.places,
+            *of_windows,
         )
-
-    @property
-    def touched(self) -> int:
-        """How many of the first pages have been used: those behind them need no memory yet."""
-        return self._unused
 
     def pages_for(self, positions: int) -> int:
         return -(-positions // self.page_size)
@@ -232,9 +242,9 @@ class PagePool:
         if there are not so many."""
         if count > self.available:
             return None
-        fresh = range(self._unused, min(self.pages, self._unused + count - len(self._free)))
+        fresh = range(self.touched, min(self.pages, self.touched + count - len(self._free)))
         self._free += fresh[::-1]
-        self._unused += len(fresh)
+        self.touched += len(fresh)
         while len(self._free) < count:
             node = next(iter(self._idle.values()))
             if self.evicted is not None:
@@ -279,7 +289,7 @@ class PagePool:
 
     def reset(self) -> None:
         """Nothing is referenced or cached."""
-        self._free, self._unused = [], 0
+        self._free, self.touched = [], 0
         self._count.clear()
         self._roots.clear()
         self._nodes.clear()

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
+from infer.engine.kinds import Kind
 from infer.engine.steps import Steps
 from infer.kernels.gpu.record import Recording
 from infer.kernels.state.sampler import Sampler, SamplerChain
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a recording dispatches. chain: the sampling at its end, if there is any. body, head: the
+    parts of the step that it has; the head computes the logits. joins: the step first takes its
+    rows from the table of sequences. drafts: whether rows may hold drafted tokens, and whether the
+    host knows these."""
+
+    kind: Kind
+    chain: SamplerChain | None = None
+    body: bool = True
+    head: bool = True
+    joins: bool = False
+    drafts: Literal["none", "known", "unknown"] = "none"
 
 
 class Recordings:
@@ -14,37 +31,29 @@ class Recordings:
 
     def __init__(self, steps: Steps, sampler: Sampler) -> None:
         self._steps, self._sampler = steps, sampler
-        self._made: dict[tuple[Any, ...], Recording] = {}
+        self._made: dict[Recipe, Recording] = {}
 
-    def clear(self) -> None:
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._made)
+
+    def forget(self) -> None:
+        """They do not depend on what the GPU has of sequences."""
+
+    def drop(self) -> None:
         """Make all of them anew, when they are next needed."""
         self._made.clear()
 
-    def __len__(self) -> int:
-        return len(self._made)
-
-    def of(
-        self,
-        kind: str,
-        head: bool,
-        chain: SamplerChain | None,
-        by_row: bool = False,
-        *,
-        joins: bool = False,
-        body: bool = True,
-        drafts: bool = False,
-        unknown: bool = False,
-    ) -> Recording:
-        """by_row: rows have adapters of their own. joins: the step first takes its rows from the
-        table of sequences. drafts: rows may hold drafted tokens. unknown: the host does not know
-        these tokens."""
-        key = (kind, by_row, head, chain, joins, body, drafts, unknown)
-        if key not in self._made:
-            plan = self._steps.plan(kind, by_row)
-            dispatches = [self._sampler.step_rows] if joins else []
-            dispatches += [*(plan.body if body else ()), *(plan.head if head else ())]
-            if chain is not None:
-                gather = self._steps.gathers(kind)
-                dispatches += self._sampler.dispatches(chain, gather, drafts, unknown)
-            self._made[key] = Recording(dispatches)
-        return self._made[key]
+    def of(self, recipe: Recipe) -> Recording:
+        if recipe not in self._made:
+            plan = self._steps.plan(recipe.kind)
+            dispatches = [self._sampler.step_rows] if recipe.joins else []
+            dispatches += [*(plan.body if recipe.body else ())]
+            dispatches += [*(plan.head if recipe.head else ())]
+            if recipe.chain is not None:
+                drafts, unknown = recipe.drafts != "none", recipe.drafts == "unknown"
+                gather = recipe.kind.gathers
+                dispatches += self._sampler.dispatches(recipe.chain, gather, drafts, unknown)
+            self._made[recipe] = Recording(dispatches)
+        return self._made[recipe]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infer.engine.answers import Answer
+from infer.engine import scheduler
 from infer.engine.scheduler import slot_of
 from infer.engine.steps import Steps
 from infer.kernels.gpu.record import Recorded, StepQueue
@@ -13,6 +13,7 @@ from infer.kernels.state.sampler import Sampler
 from infer.kernels.state.step import pack_stopped
 from infer.models.blocks.rope import rope_table
 from infer.models.loading.config import RopeConfig
+from infer.sampling import SamplingParams
 
 
 class Resident:
@@ -33,30 +34,40 @@ class Resident:
         self.unknown: set[int] = set()
         self._rows: tuple[int, ...] | None = None  # slots of the rows of the next step
 
-    def begin(self, answer: Answer, slot: int) -> None:
-        """The answer's sequence was given this slot, perhaps once more."""
-        ids, prompt = answer.sequence.tokens, len(answer.prompt)
-        record = answer.params.record(
+    def drop(self) -> None:
+        """Nothing is recorded here."""
+
+    def begin(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        generated: Sequence[int],
+        params: SamplingParams,
+        stop_ids: Sequence[int],
+    ) -> None:
+        """An answer's sequence was given this slot, perhaps once more. generated: its tokens after
+        the prompt."""
+        record = params.record(
             vocab_size=self._sampler.vocab_size,
-            prompt_tokens=prompt,
+            prompt_tokens=len(prompt),
             context=self._steps.context,
-            stop_ids=answer.stop_ids,
+            stop_ids=stop_ids,
         )
-        params = answer.params
-        own = params.logit_bias, ids[prompt:], params.allowed_token_ids
-        self._sampler.begin(slot, record[0], answer.prompt, *own)
+        own = params.logit_bias, generated, params.allowed_token_ids
+        self._sampler.begin(slot, record[0], prompt, *own)
 
     def rotate_for(self, length: int) -> None:
-        """Write the rotary table of this length (`table_length`), unless it is there."""
+        """Have the rotary table of this length there (`table_length`)."""
         if length != self.table_length:
-            table = rope_table(self._rope, self._steps.positions, length)
-            self._steps.device.write(self._steps.rope.table, table)
+            table = rope_table(self._rope, self._steps.caches.positions, length)
+            self._steps.device.write(self._steps.caches.rope.table, table)
             self.table_length = length
 
     def give_pages(self, slot: int, pages: Sequence[int], windows: Sequence[int] = ()) -> None:
-        _assign(self._steps.cache, slot, self.pages, pages)
-        if self._steps.windows is not None:
-            _assign(self._steps.windows, slot, self.windows, windows)
+        caches = self._steps.caches
+        _assign(caches.kv, slot, self.pages, pages)
+        if caches.windows is not None:
+            _assign(caches.windows, slot, self.windows, windows)
 
     # Rows
 
@@ -71,10 +82,9 @@ class Resident:
         for slot, draft in zip(slots, drafts, strict=True):
             (self.unknown.add if draft else self.unknown.discard)(slot)
 
-    def set_next(self, answer: Answer) -> None:
-        """Write the next row of an answer whose tokens have all been read."""
-        sequence, slot = answer.sequence, slot_of(answer.sequence)
-        number = self._steps.adapters.number(answer.adapter)
+    def set_next(self, sequence: scheduler.Sequence, adapter: str | None) -> None:
+        """Write the next row of a sequence whose tokens have all been read."""
+        slot, number = slot_of(sequence), self._steps.adapters.number(adapter)
         self._sampler.set_next(slot, sequence.tokens[-1], len(sequence.tokens) - 1, number)
         self.unknown.discard(slot)
         self._rows = None

@@ -156,6 +156,16 @@ class Decode:
     behind: tuple[int, ...] = ()
 
 
+class Events:
+    """What an engine tells of its steps, to whoever overrides these."""
+
+    def submits(self, work: Ids[Prefill] | Decode) -> None:
+        """A step is submitted next."""
+
+    def filled(self) -> None:
+        """All that can be submitted is; the oldest step in flight is read next."""
+
+
 class Scheduler:
     """All sequences, from `add` to their end. For one thread.
 

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.engine.constraint import Constraint
+from infer.engine.prompts import FIRST_GIVEN
 from infer.kernels.state.step import NO_TOKEN
 
 MAX_DRAFT = 7  # tokens: with the one before them as many rows as matmul_vec takes
@@ -187,7 +188,10 @@ class Guess:
             self._rates[run] = _KEPT * self._rates[run] + (1 - _KEPT) * right
             self._run = self._run + 1 if right else 0
         assert self._drafter is not None
-        self._ids = self._drafter.draft(tokens, MAX_DRAFT)
+        ids = self._drafter.draft(tokens, MAX_DRAFT)
+        if ids and max(ids) >= FIRST_GIVEN:  # no model generates what stands for rows
+            ids = ids[: next(i for i, token in enumerate(ids) if token >= FIRST_GIVEN)]
+        self._ids = ids
         self.certain, self._tokens = 0, None if self._held is None else tokens
 
     @property
@@ -252,7 +256,9 @@ class ModelGuess(Guess):
 class Speculation:
     """Decides how many tokens to draft for each of some sequences. kinds: the row counts that steps
     with drafts can have, the smallest first. measures: draft only if that promises more tokens a
-    second than decoding without; else always."""
+    second than decoding without; else always. is_on: whether anything may be drafted."""
+
+    is_on = True
 
     def __init__(
         self,
@@ -336,6 +342,21 @@ class Speculation:
         """The ids that the rows of a step are taken to have sampled; a benchmark decrees others.
         drafts: the drafted token of each row; None for the row of a known token."""
         return ids
+
+
+class NoSpeculation(Speculation):
+    """Nothing is ever drafted."""
+
+    is_on = False
+
+    def __init__(self) -> None:
+        super().__init__((), measures=False)
+
+    def guess(self, held: Held | None = None) -> Guess | None:
+        return None
+
+    def measured(self, sequences: int, kind: Hashable, seconds: float) -> None:
+        pass
 
 
 class ModelSpeculation(Speculation):

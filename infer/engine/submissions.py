@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from infer.engine import scheduler
 from infer.engine.options import EngineOptions
 from infer.engine.steps import Steps
-from infer.engine.texts import Chunk
 from infer.kernels.compiler.graph import stride
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.record import Copy, PublicQueue, RawQueue, Recorded, Recording, StepQueue
@@ -23,43 +22,51 @@ from infer.kernels.state.sampler import LOGPROB, LOGPROBS_BYTES, ROW_LOGPROBS, S
 from infer.kernels.state.step import HEADER, ROW
 
 
+class Rows(NamedTuple):
+    """Rows of a buffer, each of `words` of 4 bytes, of which the first `width` count."""
+
+    buffer: Buffer
+    rows: range
+    words: int
+    width: int
+
+
 class Wanted(NamedTuple):
     """The values to read back of a step. rows: the sequences of the sampled rows. logits_of: the
     indices of those whose logits are read back. logprobs: whether the sampler's log probabilities
-    are. chunk: the rows of a text that is embedded or scored."""
+    are. others: what a text wants that is embedded or scored."""
 
     rows: tuple[scheduler.Sequence, ...]
     logits_of: tuple[int, ...] = ()
     logprobs: bool = False
-    chunk: Chunk | None = None
+    others: Rows | None = None
 
 
 @dataclass(eq=False)
 class InFlight:
-    """A submitted step that has not been read. since: when it was submitted. prefilled: how many
-    rows of prompts, and the position of the first. sequences: of a decode step. drafts: in a step
-    with drafts, the drafted token of each row, None for a row whose token was known, NO_TOKEN if
-    only the GPU knows it. kind: the kind under which its time is measured
-    (`Speculation.measured`)."""
+    """A submitted step that has not been read. since: when it was submitted. take: called with the
+    step, its results, and the times at which the step before it was read and it was. tells_pace:
+    whether its time tells how fast prompts are computed."""
 
     submission: Any
     staging: Staging
     wanted: Wanted
     since: float
-    prefilled: tuple[int, int] | None
-    sequences: int
-    drafts: tuple[int | None, ...]
-    kind: Hashable
+    take: Take
+    tells_pace: bool = False
 
 
 class Read(NamedTuple):
-    """The values read back of a step. logits, and ranked, LOGPROB records: by sampled row. of_text:
-    the values of a text's chunk, [rows, width]."""
+    """The values read back of a step. logits, and ranked, LOGPROB records: by sampled row. others:
+    of a text, [rows, width]."""
 
     ids: list[int]
     logits: dict[int, NDArray[np.float32]]
     ranked: dict[int, NDArray[Any]]
-    of_text: NDArray[np.float32] | None
+    others: NDArray[np.float32] | None
+
+
+Take = Callable[[InFlight, Read, float, float], None]
 
 
 class Staging:
@@ -144,6 +151,8 @@ class Submissions:
         if logprobs:
             nbytes = LOGPROBS_BYTES * rows
             copies.append(Copy((sampler.logprobs, 0), (staging.logprobs, 0), nbytes))
+        if not logits_of:
+            return copies
         row, nbytes = 4 * stride(sampler.vocab_size), 4 * sampler.vocab_size
         for at, i in enumerate(logits_of):
             to = staging.rows(len(logits_of) * row), at * row
@@ -166,32 +175,41 @@ class Submissions:
         rows: int,
         kv_len: int,
         wanted: Wanted,
+        take: Take,
         *,
-        prefilled: tuple[int, int] | None = None,
-        sequences: int = 0,
-        drafts: tuple[int | None, ...] = (),
-        kind: Hashable = 0,
-        commands: Recorded | None = None,
-        staging: Staging | None = None,
-        since: float | None = None,
+        tells_pace: bool = False,
+        body_since: float | None = None,
     ) -> None:
-        """commands: given if the step was recorded before, perhaps with another staging. since:
-        when its body was submitted, if that came first."""
+        """Record and submit a step. take, tells_pace: as of `InFlight`. body_since: when its body
+        was submitted, if that came first."""
+        staging, others = self._next_staging, wanted.others
+        copies = self.copies(len(wanted.rows), wanted.logits_of, wanted.logprobs)
+        if others is not None and others.rows:
+            nbytes, begin = (4 * others.words * n for n in (len(others.rows), others.rows.start))
+            copies.append(Copy((others.buffer, begin), (staging.rows(nbytes), 0), nbytes))
+        submission = self.queue.submit(recording, rows, kv_len, copies)
+        since = time.perf_counter() if body_since is None else body_since
+        self._add(InFlight(submission, staging, wanted, since, take, tells_pace))
+
+    def send(
+        self,
+        commands: Recorded,
+        wanted: Wanted,
+        take: Take,
+        *,
+        staging: Staging | None = None,
+        body_since: float | None = None,
+    ) -> None:
+        """Submit a step that was recorded before. staging: another than that of the next step."""
         self._prepared += staging is not None
         staging = staging or self._next_staging
-        if commands is None:
-            chunk = wanted.chunk
-            copies = self.copies(len(wanted.rows), wanted.logits_of, wanted.logprobs)
-            if chunk is not None and chunk.rows:
-                nbytes, begin = (4 * chunk.words * n for n in (len(chunk.rows), chunk.rows.start))
-                copies.append(Copy((chunk.buffer, begin), (staging.rows(nbytes), 0), nbytes))
-            submission = self.queue.submit(recording, rows, kv_len, copies)
-        else:
-            submission = self.queue.send(commands)
+        submission = self.queue.send(commands)
+        since = time.perf_counter() if body_since is None else body_since
+        self._add(InFlight(submission, staging, wanted, since, take))
+
+    def _add(self, step: InFlight) -> None:
         self.count += 1
-        since = time.perf_counter() if since is None else since
-        of = submission, staging, wanted, since, prefilled, sequences, drafts, kind
-        self.in_flight.append(InFlight(*of))
+        self.in_flight.append(step)
 
     def read(self) -> Read:
         """The results of the oldest step in flight, once it is done. The step stays in flight, so
@@ -200,7 +218,7 @@ class Submissions:
         wanted, ids = step.wanted, list[int]()
         logits: dict[int, NDArray[np.float32]] = {}
         ranked: dict[int, NDArray[Any]] = {}
-        of_text = None
+        others = None
         if wanted.rows:
             nbytes = 4 * len(wanted.rows)
             urgent = len(self.in_flight) == 1
@@ -215,10 +233,10 @@ class Submissions:
             nbytes = LOGPROBS_BYTES * len(wanted.rows)
             raw = self.queue.read(step.staging.logprobs, nbytes, step.submission)
             ranked = dict(enumerate(raw.view(LOGPROB).reshape(-1, ROW_LOGPROBS)))
-        chunk = wanted.chunk
-        if chunk is not None and chunk.rows:
-            of_text = self._rows(step, len(chunk.rows), chunk.words, chunk.width)
-        return Read(ids, logits, ranked, of_text)
+        if wanted.others is not None and wanted.others.rows:
+            of = wanted.others
+            others = self._rows(step, len(of.rows), of.words, of.width)
+        return Read(ids, logits, ranked, others)
 
     def _rows(self, step: InFlight, count: int, words: int, width: int) -> NDArray[np.float32]:
         """[count, width], read back from rows of so many words each."""

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -14,35 +13,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.engine import scheduler
-from infer.engine.answers import ranked
-from infer.engine.recordings import Recordings
+from infer.engine.answers import Job, ranked
+from infer.engine.kinds import Kind
+from infer.engine.prompts import Prompt
+from infer.engine.recordings import Recipe
+from infer.engine.runner import Runner
 from infer.engine.scheduler import Prefill
-from infer.engine.steps import HIDDEN, SCORED, Steps
+from infer.engine.submissions import Rows, Wanted
 from infer.kernels.compiler.graph import stride
 from infer.kernels.errors import InferError, ModelError
-from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.record import Recording
 from infer.kernels.state.sampler import LOGPROB, LOGPROBS_BYTES, Sampler
-from infer.models.blocks.layers import DecoderConfig
 from infer.models.blocks.rope import table_length
 from infer.sampling import Logprobs
 
 
-@dataclass(eq=False)
-class Text(ABC):
+class Text(Job, ABC):
     """A text that is embedded or scored: nothing is generated after it."""
 
-    prompt: Sequence[int]
-    adapter: str | None
-    sequence: scheduler.Sequence
-    ended: bool = field(default=False, init=False)
-    cancelled: bool = field(default=False, init=False)
-    error: InferError | None = field(default=None, init=False)
-
-    @property
-    def table_length(self) -> int:
-        """How long the sequence gets, which chooses the rotary table, as for an Answer."""
-        return int(self.sequence.group)
+    def __init__(
+        self, prompt: Sequence[int], adapter: str | None, sequence: scheduler.Sequence
+    ) -> None:
+        self.prompt, self.adapter, self.sequence = Prompt.of(prompt), adapter, sequence
+        self.ended = self.cancelled = False
+        self.error: InferError | None = None
 
     @abstractmethod
     def rows(self, work: Prefill) -> range:
@@ -54,13 +48,20 @@ class Text(ABC):
         the text is computed anew, it comes from 0 on again."""
 
 
-@dataclass(eq=False)
 class Embedding(Text):
     """A text whose hidden states are pooled: the "mean" of all tokens, or the "last" one. `pooled`
     [hidden_size] is complete once it has `ended`."""
 
-    pooling: str
-    pooled: NDArray[np.float64] | None = field(default=None, init=False)
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        adapter: str | None,
+        sequence: scheduler.Sequence,
+        pooling: str,
+    ) -> None:
+        super().__init__(prompt, adapter, sequence)
+        self.pooling = pooling
+        self.pooled: NDArray[np.float64] | None = None
 
     def rows(self, work: Prefill) -> range:
         first = 0 if self.pooling == "mean" else len(self.prompt) - 1 - work.start
@@ -73,15 +74,21 @@ class Embedding(Text):
         self.pooled = part if before is None else before + part
 
 
-@dataclass(eq=False)
 class Scored(Text):
     """A text that gives the logits after each of its tokens. Or, if `given` has the next token of
     each, the log probabilities of that one and of the most probable ones: LOGPROB records, as the
-    bits of floats. parts: results that nobody has taken yet."""
+    bits of floats. parts: results that nobody has taken yet. count: of all rows that came."""
 
-    given: Sequence[int] | None
-    parts: deque[NDArray[np.float32]] = field(default_factory=deque, init=False)
-    count: int = field(default=0, init=False)  # of all rows that came
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        adapter: str | None,
+        sequence: scheduler.Sequence,
+        given: Sequence[int] | None,
+    ) -> None:
+        super().__init__(prompt, adapter, sequence)
+        self.given, self.count = given, 0
+        self.parts: deque[NDArray[np.float32]] = deque()
 
     def rows(self, work: Prefill) -> range:
         return range(work.count)
@@ -91,21 +98,6 @@ class Scored(Text):
         if len(new):
             self.count += len(new)
             self.parts.append(new)
-
-
-@dataclass(frozen=True, eq=False)
-class Chunk:
-    """The part of a text in one step, from its token `start` on. rows: the rows of the step that
-    are read back from `buffer`. Each row there takes `words` of 4 bytes; the first `width` count.
-    """
-
-    text: Text
-    start: int
-    last: bool
-    rows: range
-    buffer: Buffer
-    words: int
-    width: int
 
 
 class TextEngine(Protocol):
@@ -130,40 +122,44 @@ class Texts:
     Each text is a sequence of its own, of which nothing is sampled. Its steps are made when the
     first text comes that needs them."""
 
-    def __init__(self, steps: Steps, recordings: Recordings, config: DecoderConfig) -> None:
-        self._steps, self._recordings, self._config = steps, recordings, config
-        self._made: set[tuple[str, bool]] = set()  # kinds of step that are there, some by row
-        self._scored: dict[tuple[bool, bool], Recording] = {}
+    def __init__(self, runner: Runner) -> None:
+        self._runner, self._steps = runner, runner.steps
+        self._made: set[Kind] = set()  # kinds of step that are there
+        self._scored: dict[tuple[Kind, bool], Recording] = {}
 
     # Steps
 
-    def chunk(self, text: Text, work: Prefill) -> Chunk:
-        """Returns the rows to read back of a text's next step, and writes what computes them."""
-        steps, rows = self._steps, text.rows(work)
+    def step(self, text: Text, work: Prefill, kind: Kind) -> tuple[Wanted, Recording]:
+        """Returns the rows to read back of a text's next step, and its recording. Writes what the
+        step needs besides its rows. kind: of a step of its prompt."""
+        steps, config, rows = self._steps, self._runner.config, text.rows(work)
         if isinstance(text, Embedding):
-            width = self._config.hidden_size
-            of = steps.hidden, stride(width), width
-        elif isinstance(text, Scored) and text.given is not None:
+            width = config.hidden_size
+            recipe = Recipe(kind.giving("hidden states"), head=bool(rows))
+            recording = self._runner.recordings.of(recipe)
+            return Wanted((), others=Rows(steps.hidden, rows, stride(width), width)), recording
+        scored = steps.kinds.scored.with_adapters(kind.by_row)
+        if isinstance(text, Scored) and text.given is not None:
             given = np.array(text.given[work.start : work.start + work.count], np.uint32)
             steps.device.write(self._ranker.sampled, given)
-            of = self._ranker.logprobs, LOGPROBS_BYTES // 4, LOGPROBS_BYTES // 4
-        else:
-            vocab_size = self._config.vocab_size
-            of = steps.scored, stride(vocab_size), vocab_size
-        return Chunk(text, work.start, work.last, rows, *of)
+            words = LOGPROBS_BYTES // 4
+            wanted = Wanted((), others=Rows(self._ranker.logprobs, rows, words, words))
+            return wanted, self._recording(scored, is_ranked=True)
+        width = config.vocab_size
+        wanted = Wanted((), others=Rows(steps.scored, rows, stride(width), width))
+        return wanted, self._recording(scored, is_ranked=False)
 
-    def forget_recordings(self) -> None:
-        """Make them anew, when they are next needed."""
+    def forget(self) -> None:
+        """It knows nothing of what the GPU has."""
+
+    def drop(self) -> None:
+        """Make the recordings anew, when they are next needed."""
         self._scored.clear()
 
-    def recording(self, text: Text, kind: str, head: bool, by_row: bool) -> Recording:
-        """kind: of a step of prefill that has room for it. The others as for `Recordings.of`."""
-        if isinstance(text, Embedding):
-            return self._recordings.of(HIDDEN + kind, head, None, by_row)
-        is_ranked = isinstance(text, Scored) and text.given is not None
-        key = by_row, is_ranked
+    def _recording(self, kind: Kind, *, is_ranked: bool) -> Recording:
+        key = kind, is_ranked
         if key not in self._scored:
-            plan = self._steps.plan(SCORED, by_row)
+            plan = self._steps.plan(kind)
             ranking = self._ranker.ranking if is_ranked else ()
             self._scored[key] = Recording((*plan.body, *plan.head, *ranking))
         return self._scored[key]
@@ -171,19 +167,19 @@ class Texts:
     @cached_property
     def _ranker(self) -> Sampler:
         """The sampler that ranks the logits of all rows and samples none."""
-        steps, rows = self._steps, self._steps.scored_rows
-        vocab_size = self._config.vocab_size
+        steps, rows = self._steps, self._steps.kinds.scored.rows
+        vocab_size = self._runner.config.vocab_size
         return Sampler(steps.device, vocab_size, steps.scored, steps.step, max_rows=rows)
 
-    def _make(self, kinds: Iterable[str], adapter: str | None, engine: TextEngine) -> None:
+    def _make(self, kinds: Iterable[Kind], adapter: str | None, engine: TextEngine) -> None:
         """Beforehand: what fails here fails for nobody else."""
-        missing = {(kind, adapter is not None) for kind in kinds} - self._made
+        missing = {kind.with_adapters(adapter is not None) for kind in kinds} - self._made
         if missing:
             with engine.turn():
-                for kind, by_row in missing:
-                    self._steps.plan(kind, by_row)
-                if (SCORED, adapter is not None) in missing:
-                    _ = self._ranker.ranking, self._ranker.logprobs
+                for kind in missing:
+                    self._steps.plan(kind)
+                    if kind.output == "all logits":
+                        _ = self._ranker.ranking, self._ranker.logprobs
             self._made |= missing
 
     def _sequence(
@@ -191,7 +187,7 @@ class Texts:
     ) -> scheduler.Sequence:
         """Nothing in the cache is reused, because a position in it has no hidden state any more,
         and nothing is left there."""
-        length = table_length(self._config.rope, len(ids))
+        length = table_length(self._runner.config.rope, len(ids))
         key = adapter, length
         return scheduler.Sequence(ids, limit=0, key=key, group=length, shares=False, chunk=chunk)
 
@@ -199,16 +195,18 @@ class Texts:
 
     def embed(
         self,
+        engine: TextEngine,
         texts: Sequence[Sequence[int]],
         pooling: str,
         adapter: str | None,
-        engine: TextEngine,
-        ahead: int,
     ) -> Generator[NDArray[np.float64], None, None]:
-        """Yields an embedding for each text, as `TokenEngine.embed` does. So many texts are begun
-        `ahead` of the one that is waited for; an answer that comes meanwhile need not wait for all
-        of them."""
-        self._make((HIDDEN + kind for kind in self._steps.rows), adapter, engine)
+        """Yields an embedding for each text, as `TokenEngine.embed` does. As many texts are begun
+        before the one that is waited for as steps are in flight; an answer that comes meanwhile
+        need not wait for all of them."""
+        ahead = self._runner.options.ahead
+        self._make(
+            (kind.giving("hidden states") for kind in self._steps.kinds.alone), adapter, engine
+        )
         running: deque[Embedding] = deque()
         try:
             for ids in texts:
@@ -226,14 +224,14 @@ class Texts:
                 engine.cancel(text)
 
     def score(
-        self, ids: Sequence[int], n: int, adapter: str | None, engine: TextEngine
+        self, engine: TextEngine, ids: Sequence[int], n: int, adapter: str | None
     ) -> Generator[list[Logprobs], None, None]:
         """Yields the log probabilities of a text's tokens, as `TokenEngine.score` does."""
         for part in self._parts(ids[:-1], ids[1:], adapter, engine) if len(ids) > 1 else ():
             yield [ranked(row, n) for row in part.view(LOGPROB)]
 
     def logits(
-        self, ids: Sequence[int], adapter: str | None, engine: TextEngine
+        self, engine: TextEngine, ids: Sequence[int], adapter: str | None
     ) -> Iterator[NDArray[np.float32]]:
         """Yields the logits of a text's positions, as `TokenEngine.logits` does."""
         return self._parts(ids, None, adapter, engine)
@@ -245,8 +243,8 @@ class Texts:
         adapter: str | None,
         engine: TextEngine,
     ) -> Iterator[NDArray[np.float32]]:
-        self._make((SCORED,), adapter, engine)
-        sequence = self._sequence(ids, adapter, self._steps.scored_rows)
+        self._make([self._steps.kinds.scored], adapter, engine)
+        sequence = self._sequence(ids, adapter, self._steps.kinds.scored.rows)
         text = Scored(ids, adapter, sequence, given)
         engine.begin(text)
         try:

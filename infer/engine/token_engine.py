@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from infer.engine.constraint import Constraint
 from infer.engine.host_cache import HostCacheStats
 from infer.engine.pages import PoolStats
+from infer.engine.prompts import Prompt
 from infer.foreign import shown
 from infer.kernels.errors import InferError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo
@@ -32,6 +33,27 @@ class Step:
     token: int
     logits: NDArray[np.float32] | None = None
     logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an answer is to be. params: `resolved`. stop_ids: tokens that end it. with_logits: the
+    logits of every step are read back, too. logits_processor: with it numpy chooses the tokens.
+    constraint: the one that params ask for. adapter: one of the engine's `adapter_names`.
+    cache_salt: what is cached is found by those alone who give the same. priority: lower ones begin
+    first. generated: tokens after the prompt that are there already; what comes is what would have
+    come after them."""
+
+    prompt: Prompt
+    params: SamplingParams
+    stop_ids: Sequence[int] = ()
+    with_logits: bool = False
+    logits_processor: LogitsProcessor | None = None
+    constraint: Constraint | None = None
+    adapter: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    generated: Sequence[int] = ()
 
 
 @dataclass
@@ -151,12 +173,20 @@ class TokenEngine(ABC):
         return False
 
     def check_prompt(self, prompt_ids: Sequence[int], room: int = 1) -> None:
-        """Raises RequestError for a prompt that is empty, not of this vocabulary, or that leaves
-        no room for so many more tokens."""
+        """Raises RequestError for a prompt that is empty, not of this vocabulary, with rows of
+        another width, or that leaves no room for so many more tokens."""
         if not prompt_ids:
             raise RequestError("The prompt is empty: give at least one token.")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
-            wrong = next(i for i in prompt_ids if not 0 <= i < self.vocab_size)
+        prompt = Prompt.of(prompt_ids)
+        for each in prompt.attachments:
+            if each.rows.ndim != 2 or each.rows.shape[1] != self.config.hidden_size:
+                raise RequestError(
+                    f"Rows of shape {each.rows.shape} cannot stand in a prompt of this model: it "
+                    f"takes [rows, {self.config.hidden_size}]."
+                )
+        tokens = prompt.tokens
+        if tokens and (min(tokens) < 0 or max(tokens) >= self.vocab_size):
+            wrong = next(i for i in tokens if not 0 <= i < self.vocab_size)
             raise RequestError(
                 f"Token {shown(wrong)} is not in the model's vocabulary of {self.vocab_size} "
                 "tokens."
@@ -195,25 +225,38 @@ class TokenEngine(ABC):
                 answer.timed_out = True
                 return None
 
-    @abstractmethod
     def generate(
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
         stop_ids: Sequence[int] = (),
+        with_logits: bool = False,
         logits_processor: LogitsProcessor | None = None,
         constraint: Constraint | None = None,
         adapter: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> TokenAnswer:
-        """The tokens after the prompt, until a stop id, max_tokens or the end of the context.
+        """The tokens after the prompt, until a stop id, max_tokens or the end of the context. The
+        arguments are those of `Request`."""
+        return self.answer(
+            Request(
+                Prompt.of(prompt_ids),
+                params,
+                stop_ids=stop_ids,
+                with_logits=with_logits,
+                logits_processor=logits_processor,
+                constraint=constraint,
+                adapter=adapter,
+                cache_salt=cache_salt,
+                priority=priority,
+            )
+        )
 
-        params: `resolved`. With a logits_processor numpy chooses. constraint: the one that params
-        ask for. adapter: one of `adapter_names`. cache_salt: what is cached is found by those alone
-        who give the same. priority: lower ones begin first.
-        """
+    @abstractmethod
+    def answer(self, request: Request) -> TokenAnswer:
+        """Begin an answer. Raises RequestError for a prompt or an adapter that cannot be."""
 
     @abstractmethod
     def cancel(self, answer: Any) -> None:
@@ -223,7 +266,8 @@ class TokenEngine(ABC):
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready`, which is asked between steps."""
 
-    @abstractmethod
+    # Calls, which yield parts
+
     def embed(
         self, texts: Sequence[Sequence[int]], pooling: str, adapter: str | None = None
     ) -> Generator[NDArray[np.float64], None, None]:
@@ -231,21 +275,28 @@ class TokenEngine(ABC):
 
         pooling: the "mean" of all tokens, or the "last" one.
         """
+        for ids in texts:
+            self.check_prompt(ids, room=0)
+        self.check_adapter(adapter)
+        yield from self.call("embed", texts, pooling, adapter)
 
-    @abstractmethod
     def score(
         self, ids: Sequence[int], n: int, adapter: str | None = None
     ) -> Generator[list[Logprobs], None, None]:
         """In chunks, of all tokens but the first: its log probability, and the n most probable
-        tokens in its place."""
+        tokens in its place, at most MAX_LOGPROBS."""
+        self.check_prompt(ids, room=0)
+        self.check_adapter(adapter)
+        yield from self.call("score", ids, n, adapter)
 
-    @abstractmethod
     def logits(
         self, ids: Sequence[int], adapter: str | None = None
     ) -> Generator[NDArray[np.float32], None, None]:
         """The logits of every position, in chunks [rows, vocab_size]."""
+        self.check_prompt(ids, room=0)
+        self.check_adapter(adapter)
+        yield from self.call("logits", ids, adapter)
 
-    @abstractmethod
     def save_cache(
         self,
         path: str,
@@ -255,13 +306,21 @@ class TokenEngine(ABC):
     ) -> Generator[int, None, None]:
         """Computes what is not cached of a prompt, saves it in a file, and yields how many
         positions that are. Raises RequestError."""
+        self.check_prompt(ids)
+        self.check_adapter(adapter)
+        yield from self.call("save_cache", path, ids, adapter, cache_salt)
 
-    @abstractmethod
     def load_cache(
         self, path: str, adapter: str | None = None, cache_salt: str | None = None
     ) -> Generator[int, None, None]:
         """Lets prompts go on from the one of a file, and yields how many positions that are. Raises
         RequestError."""
+        self.check_adapter(adapter)
+        yield from self.call("load_cache", path, adapter, cache_salt)
+
+    @abstractmethod
+    def call(self, what: str, *arguments: Any) -> Generator[Any, None, None]:
+        """The parts of what the method of that name yields. Its arguments are checked."""
 
     @abstractmethod
     def stats(self) -> EngineStats: ...

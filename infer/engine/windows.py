@@ -28,6 +28,17 @@ def window_of(config: DecoderConfig) -> int:
     return 0 if any(config.states) else max(config.kv_windows, default=0)
 
 
+def all_have_windows(config: DecoderConfig) -> bool:
+    """Whether the pages of other layers hold nothing, because there are none."""
+    return window_of(config) > 0 and all(config.kv_windows)
+
+
+def useful_positions(config: DecoderConfig, options: EngineOptions) -> int:
+    """Returns how many positions the cache has to name where all layers have a window: those of all
+    answers, and of as many prompts as it keeps windows for. More are of no use."""
+    return (options.max_batch + max(options.max_batch, _LEAST_KEPT)) * options.context
+
+
 def pages_in_use(window: int, sequences: int, rows: int, page: int = PAGE) -> int:
     """Returns how many pages of layers with a window are referenced at once, at most. rows: of a
     prefill step. page: its positions."""
@@ -41,13 +52,15 @@ def window_pages(config: DecoderConfig, options: EngineOptions) -> int:
     pool, because none has a window, or because its pages would be no fewer than all others.
 
     They are those in use, and some for windows of cached prefixes: as many as there are answers at
-    once, or more where the context is long: a page for each 16 of the other layers."""
+    once, or more where the context is long: a page for each 16 of the other layers, or of the
+    context where all layers have a window."""
     window = window_of(config)
     if not window:
         return 0
     used = pages_in_use(window, options.max_batch, max(16, options.prefill_chunk))
     kept = max(options.max_batch, _LEAST_KEPT) * (-(-window // PAGE) + 1)
-    pages = used + max(kept, options.pages // 16)
+    others = -(-options.context // PAGE) if all_have_windows(config) else options.pages
+    pages = used + max(kept, others // 16)
     return pages if pages < options.pages else 0
 
 
@@ -58,7 +71,8 @@ class Holder(Protocol):
 
 
 class WindowPages:
-    """All pages of layers with a window. window: how many positions the widest of them sees."""
+    """All pages of layers with a window. window: how many positions the widest of them sees.
+    touched: how many of the first pages have been used: those behind them need no memory yet."""
 
     def __init__(self, pages: int, window: int) -> None:
         self.pages, self.window = pages, window
@@ -70,25 +84,25 @@ class WindowPages:
         """Nothing is referenced or cached. The holders are gone."""
         self._count = Counter[int]()  # references
         self._free: list[int] = []  # those that were used before, and
-        self._unused = 0  # all from here on
+        self.touched = 0  # all from here on
         self._holders: dict[int, Holder] = {}  # of pages that are cached
         # Pages that are cached alone, the least recently used first; those that go before them.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._passed: OrderedDict[int, None] = OrderedDict()
 
     @property
-    def touched(self) -> int:
-        """How many of the first pages have been used: those behind them need no memory yet."""
-        return self._unused
+    def used(self) -> int:
+        """How many pages are referenced or cached."""
+        return self.touched - len(self._free)
 
     def allocate(self, count: int) -> list[int]:
         """Returns so many pages, each referenced once, for which others are evicted: at first those
         that were passed."""
         taken = []
         for _ in range(count):
-            if not self._free and self._unused < self.pages:
-                self._free.append(self._unused)
-                self._unused += 1
+            if not self._free and self.touched < self.pages:
+                self._free.append(self.touched)
+                self.touched += 1
             if not self._free:
                 idle = self._passed or self._idle
                 assert idle, "more window pages are referenced than there can be"

@@ -134,9 +134,9 @@ class _Worker:
                 llm.engine.share(HostMemory(capacity, descriptor=descriptor))
         warnings.showwarning = _tell
         params = SamplingParams().resolved(llm.defaults)
-        llm.engine.warm_up(min(_WARM_TOKENS, llm.context - 1), params)
+        llm.engine.runner.warm_up(min(_WARM_TOKENS, llm.context - 1), params)
         if not llm.device.software:  # there it takes too long for what may never come
-            llm.engine.compile_batches(params)
+            llm.engine.runner.compile_batches(params)
         ours = [w for w in caught if issubclass(w.category, InferWarning)]
         for w in caught:
             if w not in ours:
@@ -190,7 +190,7 @@ class _Worker:
     def _take(self, message: object, engine: Engine) -> None:
         match message:
             case Begin(key):
-                if message.params.masked:
+                if message.request.params.masked:
                     self._compiling.add(key)
                     self._compilers.submit(self._compile, message)
                 else:
@@ -220,7 +220,7 @@ class _Worker:
         """Runs in a thread of its own: large schemas take seconds."""
         constraint: Constraint | InferError | None
         try:
-            constraint = self._llm.constraint(message.params)
+            constraint = self._llm.constraint(message.request.params)
         except Exception as error:
             constraint = _sendable(error)
         self._inbox.put(_Compiled(message, constraint))
@@ -232,9 +232,8 @@ class _Worker:
         try:
             if isinstance(constraint, InferError):
                 raise constraint
-            self._answers[message.key] = engine.generate(
-                message.prompt, message.params, constraint=constraint, **message.options
-            )
+            request = replace(message.request, constraint=constraint)
+            self._answers[message.key] = engine.answer(request)
         except InferError as error:
             self._pipe.send(Made((), (), (), [(message.key, error)]))
 
@@ -265,9 +264,10 @@ class _Worker:
 
     def _call(self, message: Call, credit: threading.Semaphore) -> None:
         """Runs in a thread of its own, so that answers are handed out meanwhile."""
-        key, error = message.key, None
+        key, error, engine = message.key, None, self._engine
+        assert engine is not None
         try:
-            parts = getattr(self._engine, message.method)(*message.arguments)
+            parts = engine.call(message.method, *message.arguments)
             for part in islice(parts, message.skip, None):
                 credit.acquire()
                 if key not in self._credits:

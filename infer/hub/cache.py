@@ -47,7 +47,9 @@ _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 @dataclass(frozen=True)
 class Pulled:
-    """A model of the hub that is in the cache now.
+    """A model of the hub that is now in the cache. path: its folder or GGUF file, as in
+    `ResolvedModel`. nbytes: the size of the files that it is loaded from. fetched: whether any of
+    them had to be downloaded.
 
     path: a folder, or a GGUF file, as of `ResolvedModel`. nbytes: of the files that it is loaded
     from. fetched: whether some of them were not there before.
@@ -63,8 +65,8 @@ class Pulled:
 def pull(
     model: str, *, revision: str | None = None, progress: Progress = lambda done, total: None
 ) -> Pulled:
-    """Fetch what loading a model needs of the hub. For the arguments and the errors see `resolve`;
-    a local model is a ModelNotFoundError."""
+    """Download the files that loading a model needs. Arguments and errors are those of `resolve`;
+    besides, a local model raises ModelNotFoundError."""
     if _is_local(model):
         raise ModelNotFoundError(
             f"{model} is already here, so there is nothing to download. Give a hub id such as "
@@ -196,7 +198,7 @@ def _model(
     path: Path,
     files: list[Path],
 ) -> CachedModel:
-    # Not of the small files, which are read to list them.
+    # The small files do not count: listing models reads them.
     weights = [file for file in files if file.suffix.lower() in (".safetensors", ".gguf")]
     used = max((file.stat().st_atime for file in weights), default=path.stat().st_mtime)
     known = tuple(sorted(ref for ref, meant in refs.items() if meant == commit))
@@ -222,17 +224,17 @@ def _refs(folder: Path) -> dict[str, str]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """All files below a folder, links that lead nowhere among them."""
+    """All files below a folder, including links that lead nowhere."""
     return [p for p in folder.rglob("*") if p.is_symlink() or not p.is_dir()]
 
 
 def _contents(folder: Path) -> list[Path]:
-    """The files of a repository, without its refs."""
+    """The files of a repository in the cache, without its refs."""
     return _files(folder / "blobs") + _files(folder / "snapshots")
 
 
 def _nbytes(files: Iterable[Path]) -> int:
-    """On the disk, what several links mean counted once."""
+    """The size of files on the disk in bytes. A file that several links lead to counts once."""
     return sum(_sizes(files).values())
 
 
@@ -245,7 +247,7 @@ def _sizes(files: Iterable[Path]) -> dict[str, int]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """config.json, {} where there is none that can be read."""
+    """The content of config.json, or {} if it cannot be read."""
     try:
         found = json.loads(read_text(folder / "config.json"))
     except (OSError, ValueError, RecursionError):
@@ -254,7 +256,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _format(config: Mapping[str, Any], folder: Path) -> str:
-    """How the weights are stored, as far as the small files say."""
+    """How the weights are stored, as far as the small files of a model tell."""
     text = config.get("text_config")
     places = [config, text if isinstance(text, dict) else {}]
     for key in QUANTIZATION_KEYS:
@@ -381,7 +383,7 @@ def find_deletion(model: str, revision: str | None = None) -> Deletion:
         return Deletion(of_hub[0], revisions, _nbytes(_contents(folder)), frozenset({folder}))
     gone = {file for every in victims.values() for file in every}
     kept = {_blob(file) for every in files.values() for file in every if file not in gone}
-    # A link may lead elsewhere: what it leads to is not the cache's.
+    # A link may lead elsewhere: its target does not belong to the cache.
     place = Path(os.path.realpath(folder / "blobs"))
     blobs = {blob for file in gone if (blob := _blob(file)).parent == place} - kept
     blobs = {blob for blob in blobs if os.path.lexists(blob)}
@@ -399,7 +401,7 @@ def find_deletion(model: str, revision: str | None = None) -> Deletion:
 
 
 def _of_gguf(repo: str, wanted: str, snapshot: Path, files: list[Path]) -> list[Path]:
-    """The files of the GGUF model that is wanted of a snapshot."""
+    """The files of one GGUF model in a snapshot."""
     by_name = {file.relative_to(snapshot).as_posix(): file for file in files}
     ggufs = sorted(filter(is_gguf_model, by_name))
     found = find_gguf(wanted, ggufs)

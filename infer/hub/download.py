@@ -32,11 +32,11 @@ from infer.progress import size
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 
-ASK_SECONDS = 10.0  # for the question whether there is something newer than what is cached
-ANSWER_SECONDS = 60.0  # for the same where nothing is
+ASK_SECONDS = 10.0  # to ask whether there is a newer revision than the cached one
+ANSWER_SECONDS = 60.0  # to ask for files if nothing is cached
 STALL_SECONDS = 120.0  # for downloads without progress, which so many bytes of all files are:
 STALL_BYTES = 1 << 14
-_GRACE_SECONDS = 1.0  # for threads to end, and to remove what they have fetched in part
+_GRACE_SECONDS = 1.0  # for threads to end, and to remove partial files
 _RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0)  # before a file is asked for again, where it got no further
 _WORKERS = 8
 _LISTING_BYTES = 1 << 26
@@ -56,7 +56,8 @@ def is_path(name: str) -> bool:
 
 
 def settings() -> Any:
-    """huggingface_hub's own. Raises ModelError for a variable that it cannot read."""
+    """The settings of huggingface_hub. Raises ModelError if a variable has a value that
+    huggingface_hub cannot read."""
     try:
         from huggingface_hub import constants
     except ValueError as error:
@@ -67,8 +68,8 @@ def settings() -> Any:
 
 
 def cache_folder() -> Path:
-    """Where models are cached: HF_HUB_CACHE, or a folder of HF_HOME's. Raises ModelError where
-    there is no place for one."""
+    """The folder in which models are cached: HF_HUB_CACHE, or a folder in HF_HOME. Raises
+    ModelError if there is neither."""
     cache = Path(settings().HF_HUB_CACHE)
     if str(cache).startswith("~"):
         raise ModelError(
@@ -137,7 +138,8 @@ class Repository:
     # The cache
 
     def cached(self) -> Path | None:
-        """The folder of the files that are cached, though perhaps not all of them."""
+        """The folder of the cached files, which may not be all of the model's files; None if
+        nothing is cached."""
         commit = self.revision
         if commit is None or not COMMIT.fullmatch(commit):
             try:
@@ -223,8 +225,9 @@ class Repository:
     # Fetching
 
     def fetch(self, listing: Listing, names: Iterable[str], progress: Progress) -> Path:
-        """The folder of a commit that holds these files, of `ask`. progress gets bytes that came,
-        and those of all files that were begun.
+        """Download these files and return the folder of the commit that holds them. listing: the
+        result of `ask`. progress: called with the bytes that came, and the bytes of all files that
+        were begun.
 
         Raises ModelError, before anything is fetched where the disk has no room for it.
         """
@@ -327,7 +330,7 @@ class Repository:
     def _receive(
         self, url: str, headers: dict[str, str], about: Any, name: str, part: Path, bar: Any
     ) -> None:
-        """Append to `part` what it lacks of the file."""
+        """Append to `part` the bytes of the file that it lacks."""
         from huggingface_hub import file_download
 
         xet = getattr(about, "xet_file_data", None)
@@ -372,7 +375,8 @@ class Repository:
     # Tokens and errors
 
     def _headers(self) -> dict[str, str]:
-        """With the token, if there is one. Raises ModelAccessError for what cannot be one."""
+        """The headers of requests, with the token if there is one. Raises ModelAccessError for a
+        token that cannot be valid."""
         from huggingface_hub import constants, get_token
         from huggingface_hub.utils import build_hf_headers
 
@@ -380,7 +384,7 @@ class Repository:
         if token is None and not constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
             try:
                 token = get_token()
-            except UnicodeDecodeError:  # which would hold all of the file
+            except UnicodeDecodeError:  # the error would contain all of the file
                 token = "not ASCII"
             except OSError as error:
                 if not error.filename:
@@ -398,7 +402,8 @@ class Repository:
         return dict(build_hf_headers(token=token or False, library_name="infer"))
 
     def error(self, error: BaseException, *, cached: bool = True) -> ModelError:
-        """Any error of asking and fetching as one of ours. cached: False says that it is not."""
+        """Translate an error of asking or fetching into a ModelError. cached: False: the model is
+        not in the cache either."""
         if isinstance(error, ModelError):
             return error
         response = getattr(error, "response", None)
@@ -481,7 +486,7 @@ def _size(path: Path) -> int:
 
 
 def _start(function: Callable[[], T]) -> Future[T]:
-    """Runs it in a thread that does not keep the process from ending, whatever it waits for."""
+    """Run a function in a thread that does not keep the process from ending."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -497,8 +502,8 @@ def _start(function: Callable[[], T]) -> Future[T]:
 
 
 def _until_done(jobs: list[Future[None]], moved: Callable[[], int]) -> Iterator[None]:
-    """Steps of a quarter of a second until all have ended, or one of them with an error, or hardly
-    a byte moves."""
+    """Yield every quarter of a second until all jobs have ended. Raises the error of a job that
+    failed, and TimeoutError if hardly any bytes come."""
     tick = min(0.25, STALL_SECONDS / 10)
     before, idle = moved(), 0.0
     while True:
@@ -517,7 +522,7 @@ def _until_done(jobs: list[Future[None]], moved: Callable[[], int]) -> Iterator[
 
 @contextmanager
 def _answer(url: str, headers: dict[str, str]) -> Iterator[tuple[int, Iterator[bytes]]]:
-    """The status and the body of an answer, in pieces as they come."""
+    """The status and the body of a response, which is read in pieces."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -534,7 +539,7 @@ def _answer(url: str, headers: dict[str, str]) -> Iterator[tuple[int, Iterator[b
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether to ask again may help: after errors of the network, of a busy or a broken hub."""
+    """Whether asking again may help: after network errors, and errors of a busy or broken hub."""
     if isinstance(error, InferError | ValueError | TypeError | LookupError | AttributeError):
         return False
     own = getattr(error, "status", None)
@@ -543,7 +548,7 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _has_digest(path: Path, digest: str, bar: Any) -> bool:
-    """Whether a file is the one that is meant. An ETag that is no digest means any."""
+    """Whether a file has this digest. An ETag that is no digest fits every file."""
     if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", digest):
         return True
     found = [hashlib.sha256()]
@@ -559,7 +564,8 @@ def _has_digest(path: Path, digest: str, bar: Any) -> bool:
 
 
 def _link(blob: Path, pointer: Path, part: Path, *, new: bool) -> None:
-    """Let a file of a snapshot be this one."""
+    """Make a file of a snapshot a link to this blob, or the file itself where links are not
+    possible."""
     pointer.parent.mkdir(parents=True, exist_ok=True)
     pointer.unlink(missing_ok=True)  # a link that leads nowhere
     try:
@@ -605,10 +611,10 @@ def _bar() -> Any:
                 self.moved += int(n or 0)
                 self.done += int(n or 0)
 
-        def update_transfer(self, n: float | None = 1) -> None:  # by Xet, of bytes not yet written
+        def update_transfer(self, n: float | None = 1) -> None:  # Xet: bytes not yet written
             self.moved += int(n or 0)
 
-        def set_postfix_str(self, *_: Any, **__: Any) -> None:  # of a single file
+        def set_postfix_str(self, *_: Any, **__: Any) -> None:  # for a single file
             pass
 
         set_transfer_postfix_str = set_postfix_str

@@ -50,7 +50,7 @@ SMALL_FILES = (
     OLD_GPTQ,
     MODULES,
     POOLING,
-    ADAPTER_CONFIG,  # which a model has not: to say what it is
+    ADAPTER_CONFIG,  # no model has this file: it tells that a repository is an adapter
     INDEX,
 )
 CARD, CARD_BYTES = "README.md", 1 << 20  # says the licence; of one that is larger nothing is read
@@ -74,7 +74,7 @@ QUANTISATION = re.compile(r"(?:^|[-.])([A-Z]*[QFP]\d\w*)(?=[-.]|$)", re.ASCII | 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """Where a model's files are.
+    """The place of a model's files.
 
     Attributes:
         path: a folder that holds config.json and the weights, or a GGUF file, which is all.
@@ -217,8 +217,8 @@ def model_files(path: Path) -> list[Path]:
 
 
 def local_path(model: str) -> Path | None:
-    """The bundled model, or the path that a name is, if it can be one; what is not there may be a
-    model of the hub."""
+    """The path of the bundled model, or the path that a name means, if it can be one. If there is
+    nothing at the path, the name may be a model of the hub."""
     if model in (DEMO, DEMO_DRAFT):
         return _demo_folder() / ("" if model == DEMO else "draft")
     return _local(model)
@@ -234,8 +234,9 @@ def _short(name: str) -> str:
 
 
 def _of_page(model: str, revision: str | None) -> tuple[str, str | None]:
-    """A hub id, or what else `model` is, and the revision: of a page of the hub, such as
-    https://huggingface.co/org/name/tree/main, those that it shows."""
+    """The hub id and the revision that a page of the hub shows, such as
+    https://huggingface.co/org/name/tree/main; anything else is returned as it is, with
+    `revision`."""
     rest = None
     if site := HUB_SITE.match(model):
         rest = model[site.end() :]
@@ -289,7 +290,7 @@ def _from_hub(
 
 
 def _check_adapter(folder: Path) -> Path:
-    """`folder`, if it holds an adapter."""
+    """Return `folder` if it holds an adapter. Raises ModelError otherwise."""
     lacking = [name for name in (ADAPTER_CONFIG, ADAPTER_TENSORS) if not (folder / name).is_file()]
     if lacking == [ADAPTER_TENSORS] and (folder / "adapter_model.bin").is_file():
         raise UnsupportedError(
@@ -309,7 +310,8 @@ def _demo_folder() -> Path:
 
 
 def _check_folder(folder: Path) -> Path:
-    """`folder`, if it looks like a model's; whether its weights are whole, the loader finds out."""
+    """Return `folder` if it looks like a model's. Whether its weights are complete is checked by
+    the loader."""
     try:
         names = [path.name for path in folder.iterdir()]
     except OSError as error:
@@ -335,7 +337,7 @@ def _check_folder(folder: Path) -> Path:
 
 
 def _find_in_cache(repository: Repository, model: re.Match[str]) -> ResolvedModel:
-    """A model of the hub as an earlier run has fetched it."""
+    """The files of a model of the hub that an earlier run has downloaded."""
     repo = repository.id
     if (folder := repository.cached()) is None:
         raise repository.not_cached()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
@@ -62,176 +63,13 @@ from infer.versions import commit, versions
 
 _HEALTH, _METRICS, _SCHEMA, _DOCS = "/health", "/metrics", "/openapi.json", "/docs"
 _FREE = "/", _HEALTH, _SCHEMA, _DOCS  # the page asks for a key where it needs one
+_EVENTS, _LINES = "text/event-stream", "application/x-ndjson"
 
 
 def create_app(served: Served) -> Starlette:
     """The ASGI application."""
-    # Now: the files may change while it runs.
-    told = Version(__version__, versions(served.webgpu), commit())
-
-    async def health(request: Request) -> Response:
-        health = served.health()
-        return JSONResponse(health, 200 if health.status == "ok" else 503)
-
-    async def measured(request: Request) -> Response:
-        stats = {}
-        for each in served.services():
-            with suppress(InferError):  # an engine that failed, which /health tells
-                stats[each.name] = await each.engine.stats()
-        return Response(served.metrics.text(stats), media_type=metrics.CONTENT_TYPE)
-
-    async def models(request: Request) -> Response:
-        return JSONResponse(served.models())
-
-    async def model(request: Request) -> Response:
-        listed = {each.id: each for each in served.models().data}
-        return JSONResponse(listed[find(request.path_params["name"], [*listed])])
-
-    async def tags(request: Request) -> Response:
-        return JSONResponse(await ollama.tags(served))
-
-    async def running(request: Request) -> Response:
-        return JSONResponse(await ollama.running(served))
-
-    async def ollama_version(request: Request) -> Response:
-        return JSONResponse(ollama.Version(ollama.VERSION))
-
-    async def version(request: Request) -> Response:
-        return JSONResponse(told)
-
-    async def tokenizer(request: Request) -> Response:
-        return JSONResponse(await tokens.about(served))
-
-    def get(path: str, summary: str, gives: Any, endpoint: Any) -> Operation:
-        return Operation("GET", path, summary, endpoint, gives)
-
-    def post(
-        path: str,
-        summary: str,
-        takes: type[RequestT],
-        gives: Any,
-        run: Callable[[Call[RequestT]], Coroutine[Any, Any, None]],
-        stream: str | None = None,
-        without_model: Callable[[Served, RequestT], Coroutine[Any, Any, Any]] | None = None,
-    ) -> Operation:
-        endpoint = Endpoint(served, takes, run, without_model)
-        return Operation("POST", path, summary, endpoint, gives, takes, stream)
-
-    events, lines = "text/event-stream", "application/x-ndjson"
-    operations = [
-        post(
-            "/v1/chat/completions",
-            "Answer a chat, as OpenAI does.",
-            ChatRequest,
-            Reply[ChatChoice],
-            generate(chat.read),
-            events,
-        ),
-        post(
-            "/v1/completions",
-            "Continue texts, as OpenAI does.",
-            CompletionRequest,
-            Reply[CompletionChoice],
-            generate(completions.read),
-            events,
-        ),
-        post(
-            "/v1/responses",
-            "Answer a chat, as OpenAI's Responses API does.",
-            responses.ResponsesRequest,
-            responses.Response,
-            generate(responses.read),
-            events,
-        ),
-        post(
-            "/v1/embeddings",
-            "Embed texts, as OpenAI does.",
-            EmbeddingRequest,
-            Embeddings,
-            embeddings.embed,
-        ),
-        get("/v1/models", "The models, and their adapters.", Models, models),
-        get("/v1/models/{name:path}", "One of them.", Model, model),
-        post(
-            "/v1/messages",
-            "Answer a chat, as Anthropic does.",
-            anthropic.MessagesRequest,
-            anthropic.Answer,
-            generate(anthropic.read),
-            events,
-        ),
-        post(
-            "/v1/messages/count_tokens",
-            "How many tokens a chat has, as Anthropic tells it.",
-            anthropic.CountTokensRequest,
-            anthropic.TokensCount,
-            anthropic.count_tokens,
-        ),
-        post(
-            "/api/chat",
-            "Answer a chat, as Ollama does.",
-            ollama.ChatRequest,
-            ollama.Reply,
-            ollama.chat,
-            lines,
-            ollama.unload,
-        ),
-        post(
-            "/api/generate",
-            "Answer a prompt, as Ollama does.",
-            ollama.GenerateRequest,
-            ollama.Reply,
-            ollama.complete,
-            lines,
-            ollama.unload,
-        ),
-        post(
-            "/api/embed",
-            "Embed texts, as Ollama does.",
-            ollama.EmbedRequest,
-            ollama.EmbedReply,
-            ollama.embed,
-        ),
-        post(
-            "/api/embeddings",
-            "Embed a text, as Ollama did before.",
-            ollama.OldEmbedRequest,
-            ollama.OldEmbedReply,
-            ollama.embed_one,
-        ),
-        post(
-            "/api/show",
-            "What a model is, as Ollama tells it.",
-            ollama.ShowRequest,
-            ollama.Shown,
-            ollama.show,
-        ),
-        get("/api/tags", "The models, as Ollama lists them.", ollama.Tags, tags),
-        get("/api/ps", "Those that are loaded, as Ollama lists them.", ollama.Tags, running),
-        get("/api/version", "The version of Ollama's API.", ollama.Version, ollama_version),
-        post(
-            "/tokenize", "The tokens of a text or a chat.", TokenizeRequest, Tokens, tokens.tokenize
-        ),
-        post("/detokenize", "The text of tokens.", DetokenizeRequest, Text, tokens.detokenize),
-        post(
-            "/v1/cache/save",
-            "Save what the cache has of a prompt.",
-            SaveCacheRequest,
-            CachedTokens,
-            caches.save,
-        ),
-        post(
-            "/v1/cache/load",
-            "Let prompts go on from what was saved.",
-            LoadCacheRequest,
-            CachedTokens,
-            caches.load,
-        ),
-        get("/tokenizer_info", "The first model's tokenizer.", TokenizerInfo, tokenizer),
-        get("/version", "Which code answers.", Version, version),
-        get(_HEALTH, "Whether it can answer.", Health, health),
-        get(_METRICS, "What it does and did, in Prometheus' format.", None, measured),
-    ]
+    table = _Table(served)
+    operations = [*_openai(table), *_anthropic(table), *_ollama(table), *_own(table)]
     described = openapi.document(operations)
 
     async def schema(request: Request) -> Response:
@@ -263,6 +101,207 @@ def create_app(served: Served) -> Starlette:
             (ApiError, InferError, HTTPException, ClientDisconnect, Exception), respond
         ),
     )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Makes the rows of the table of endpoints."""
+
+    served: Served
+
+    def get(self, path: str, summary: str, gives: Any, endpoint: Any) -> Operation:
+        """An endpoint without a body. gives: the type of its answer."""
+        return Operation("GET", path, summary, endpoint, gives)
+
+    def post(
+        self,
+        path: str,
+        summary: str,
+        takes: type[RequestT],
+        gives: Any,
+        run: Callable[[Call[RequestT]], Coroutine[Any, Any, None]],
+        stream: str | None = None,
+        without_model: Callable[[Served, RequestT], Coroutine[Any, Any, Any]] | None = None,
+    ) -> Operation:
+        """An endpoint with a body. takes, gives: the types of request and answer. stream: the media
+        type of an answer in parts. without_model: answers what needs no model, if that is all."""
+        endpoint = Endpoint(self.served, takes, run, without_model)
+        return Operation("POST", path, summary, endpoint, gives, takes, stream)
+
+
+def _openai(table: _Table) -> list[Operation]:
+    served = table.served
+
+    async def models(request: Request) -> Response:
+        return JSONResponse(served.models())
+
+    async def model(request: Request) -> Response:
+        listed = {each.id: each for each in served.models().data}
+        return JSONResponse(listed[find(request.path_params["name"], [*listed])])
+
+    return [
+        table.post(
+            "/v1/chat/completions",
+            "Answer a chat, as OpenAI does.",
+            ChatRequest,
+            Reply[ChatChoice],
+            generate(chat.read),
+            _EVENTS,
+        ),
+        table.post(
+            "/v1/completions",
+            "Continue texts, as OpenAI does.",
+            CompletionRequest,
+            Reply[CompletionChoice],
+            generate(completions.read),
+            _EVENTS,
+        ),
+        table.post(
+            "/v1/responses",
+            "Answer a chat, as OpenAI's Responses API does.",
+            responses.ResponsesRequest,
+            responses.Response,
+            generate(responses.read),
+            _EVENTS,
+        ),
+        table.post(
+            "/v1/embeddings",
+            "Embed texts, as OpenAI does.",
+            EmbeddingRequest,
+            Embeddings,
+            embeddings.embed,
+        ),
+        table.get("/v1/models", "The models, and their adapters.", Models, models),
+        table.get("/v1/models/{name:path}", "One of them.", Model, model),
+    ]
+
+
+def _anthropic(table: _Table) -> list[Operation]:
+    return [
+        table.post(
+            "/v1/messages",
+            "Answer a chat, as Anthropic does.",
+            anthropic.MessagesRequest,
+            anthropic.Answer,
+            generate(anthropic.read),
+            _EVENTS,
+        ),
+        table.post(
+            "/v1/messages/count_tokens",
+            "How many tokens a chat has, as Anthropic tells it.",
+            anthropic.CountTokensRequest,
+            anthropic.TokensCount,
+            anthropic.count_tokens,
+        ),
+    ]
+
+
+def _ollama(table: _Table) -> list[Operation]:
+    served = table.served
+
+    async def tags(request: Request) -> Response:
+        return JSONResponse(await ollama.tags(served))
+
+    async def running(request: Request) -> Response:
+        return JSONResponse(await ollama.running(served))
+
+    async def version(request: Request) -> Response:
+        return JSONResponse(ollama.Version(ollama.VERSION))
+
+    return [
+        table.post(
+            "/api/chat",
+            "Answer a chat, as Ollama does.",
+            ollama.ChatRequest,
+            ollama.Reply,
+            ollama.chat,
+            _LINES,
+            ollama.unload,
+        ),
+        table.post(
+            "/api/generate",
+            "Answer a prompt, as Ollama does.",
+            ollama.GenerateRequest,
+            ollama.Reply,
+            ollama.complete,
+            _LINES,
+            ollama.unload,
+        ),
+        table.post(
+            "/api/embed",
+            "Embed texts, as Ollama does.",
+            ollama.EmbedRequest,
+            ollama.EmbedReply,
+            ollama.embed,
+        ),
+        table.post(
+            "/api/embeddings",
+            "Embed a text, as Ollama did before.",
+            ollama.OldEmbedRequest,
+            ollama.OldEmbedReply,
+            ollama.embed_one,
+        ),
+        table.post(
+            "/api/show",
+            "What a model is, as Ollama tells it.",
+            ollama.ShowRequest,
+            ollama.Shown,
+            ollama.show,
+        ),
+        table.get("/api/tags", "The models, as Ollama lists them.", ollama.Tags, tags),
+        table.get("/api/ps", "Those that are loaded, as Ollama lists them.", ollama.Tags, running),
+        table.get("/api/version", "The version of Ollama's API.", ollama.Version, version),
+    ]
+
+
+def _own(table: _Table) -> list[Operation]:
+    served = table.served
+    # Now: the files may change while it runs.
+    told = Version(__version__, versions(served.webgpu), commit())
+
+    async def health(request: Request) -> Response:
+        health = served.health()
+        return JSONResponse(health, 200 if health.status == "ok" else 503)
+
+    async def measured(request: Request) -> Response:
+        stats = {}
+        for each in served.services():
+            with suppress(InferError):  # an engine that failed, which /health tells
+                stats[each.name] = await each.engine.stats()
+        return Response(served.metrics.text(stats), media_type=metrics.CONTENT_TYPE)
+
+    async def version(request: Request) -> Response:
+        return JSONResponse(told)
+
+    async def tokenizer(request: Request) -> Response:
+        return JSONResponse(await tokens.about(served))
+
+    return [
+        table.post(
+            "/tokenize", "The tokens of a text or a chat.", TokenizeRequest, Tokens, tokens.tokenize
+        ),
+        table.post(
+            "/detokenize", "The text of tokens.", DetokenizeRequest, Text, tokens.detokenize
+        ),
+        table.post(
+            "/v1/cache/save",
+            "Save what the cache has of a prompt.",
+            SaveCacheRequest,
+            CachedTokens,
+            caches.save,
+        ),
+        table.post(
+            "/v1/cache/load",
+            "Let prompts go on from what was saved.",
+            LoadCacheRequest,
+            CachedTokens,
+            caches.load,
+        ),
+        table.get("/tokenizer_info", "The first model's tokenizer.", TokenizerInfo, tokenizer),
+        table.get("/version", "Which code answers.", Version, version),
+        table.get(_HEALTH, "Whether it can answer.", Health, health),
+        table.get(_METRICS, "What it does and did, in Prometheus' format.", None, measured),
+    ]
 
 
 def _without_version(path: str) -> list[str]:

@@ -85,6 +85,14 @@ _GAUGES: dict[str, tuple[str, _Value]] = {
     "kv_cache_usage_perc": ("The part of the KV cache that is in use, from 0 to 1.", _usage),
     "state_places": ("Places for states of layers that are kept.", lambda s: s.cache.state_places),
     "state_places_used": ("States of layers that are kept.", lambda s: s.cache.states),
+    "window_pages": (
+        "Pages of layers with a window, if they have pages of their own.",
+        lambda s: s.cache.window_pages,
+    ),
+    "window_pages_used": (
+        "Pages of layers with a window that are in use or kept.",
+        lambda s: s.cache.window_pages_used,
+    ),
     "host_cache_bytes": ("Host memory for the cache that is in use.", _host("nbytes")),
     "host_cache_capacity_bytes": (
         "Host memory for the caches of all models, at most.",

@@ -57,13 +57,14 @@ _INFO_SECONDS = 3
 
 class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """replicas: of the model. gpus: of Ray's, that each has to itself; with 0, `device` says where
-    it runs. name, api_keys: as of `infer serve`. allowed_hosts: names by which requests call it,
-    beside those of the machine; None: any. The others: as of `infer.load`."""
+    it runs. served_name, which may be several, and api_keys: as of `infer serve`. allowed_hosts:
+    names by which requests call it, beside those of the machine; None: any. The others: as of
+    `infer.load`."""
 
     model: str
     replicas: int = 1
     gpus: float = 1
-    name: str | None = None
+    served_name: str | list[str] = []
     api_keys: list[str] = []
     allowed_hosts: list[str] | None = None
     device: str | None = None
@@ -85,10 +86,18 @@ class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     offline: bool = False
 
     def of_load(self) -> dict[str, Any]:
-        own = ("model", "replicas", "gpus", "name", "api_keys", "allowed_hosts", "device")
+        own = ("model", "replicas", "gpus", "served_name", "api_keys", "allowed_hosts", "device")
         return {
             name: value for name, value in msgspec.structs.asdict(self).items() if name not in own
         }
+
+    def of_server(self) -> ServerOptions:
+        names = [self.served_name] if isinstance(self.served_name, str) else self.served_name
+        return ServerOptions(
+            names=tuple(names),
+            api_keys=tuple(self.api_keys),
+            allowed_hosts=self.allowed_hosts,
+        )
 
 
 def application(args: Mapping[str, Any]) -> serve.Application:
@@ -98,6 +107,8 @@ def application(args: Mapping[str, Any]) -> serve.Application:
         options = msgspec.convert(dict(args), Options, strict=False)
     except msgspec.ValidationError as error:
         raise RequestError(f"These are no options of the application: {error}.") from None
+    if "" in options.of_server().names:
+        raise RequestError("`served_name` must not be empty.")
     if options.chat_template is not None:  # replicas may be where its file is not
         options.chat_template = own_template(options.chat_template)
     check_options(**options.of_load())  # or each replica would say what is wrong
@@ -278,12 +289,7 @@ class Ingress:
     ) -> None:
         self._engine, self._replicas = engine, options.replicas
         self._client = RayEngine(engine, await self._info())
-        own = ServerOptions(
-            names=() if options.name is None else (options.name,),
-            api_keys=tuple(options.api_keys),
-            allowed_hosts=options.allowed_hosts,
-        )
-        self._service = Service(self._client, own)
+        self._service = Service(self._client, options.of_server())
 
     async def _info(self) -> Info:
         info: Info = await self._engine.info.remote()

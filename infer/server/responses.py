@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -15,6 +16,13 @@ from infer.foreign import shown
 from infer.kernels.state.step import MAX_LOGPROBS
 from infer.results import Chunk, Result, TokenLogprob
 from infer.server.chat import logprobs_of, reasoning_args
+from infer.server.custom_tools import (
+    InputFormat,
+    InputReader,
+    arguments_of,
+    function_of,
+    input_of,
+)
 from infer.server.endpoint import Call
 from infer.server.errors import ApiError
 from infer.server.generation import Answers, Job, unbilled
@@ -23,6 +31,13 @@ from infer.server.protocol import TokenLogprob as WrittenLogprob
 from infer.server.wire import EVENT_STREAM, KEEPALIVE, event
 from infer.text.chat import not_text
 from infer.text.tools import ToolChoice, ToolOptions
+
+_CALLED = ("function", "custom")  # types of tools that are called
+# Types of items, as Codex has them: with tools to be called from there on, with settings or what a
+# client keeps, and with what only OpenAI's servers can read.
+_BRINGS_TOOLS = ("additional_tools", "tool_search_output")
+_SAYS_NOTHING = ("compaction_trigger", "configuration_update", "ghost_snapshot")
+_SUMMARIES = ("compaction", "compaction_summary", "context_compaction")
 
 # Requests
 
@@ -36,7 +51,8 @@ class Part(Struct):
 
 
 class InputItem(Struct, kw_only=True):
-    """type: message, function_call, function_call_output or reasoning. namespace: of a function."""
+    """type: message, function_call, custom_tool_call, their outputs, or reasoning. namespace: of a
+    function. agent_message, additional_tools and local_shell_call are Codex's."""
 
     type: str = "message"
     role: str | None = None
@@ -44,20 +60,24 @@ class InputItem(Struct, kw_only=True):
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    arguments: str | None = None
+    arguments: str | dict[str, Any] | None = None
+    input: str | None = None
+    action: Any = None
     output: str | list[Part] | None = None
     summary: list[Part] = field(default_factory=list)
+    tools: list[Tool] = field(default_factory=list)
 
 
 class Tool(Struct, kw_only=True, omit_defaults=True):
-    """type: function, or namespace, whose tools are a group of functions, as Codex has them; others
-    run on servers of OpenAI's, or are of one client."""
+    """type: function, custom, or namespace, whose tools are a group of these, as Codex has them;
+    others run on servers of OpenAI's, or are of one client. format: of a custom tool's input."""
 
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: InputFormat | None = None
     tools: list[Tool] = field(default_factory=list)
 
 
@@ -180,22 +200,79 @@ def _tools(request: ResponsesRequest, warnings: list[str]) -> ToolOptions:
         choice = choice.get("mode", "auto")
     named: ToolChoice = choice
     if isinstance(choice, dict):
+        kind = "function" if choice.get("type") == "custom" else choice.get("type")
         name = _flat(choice.get("namespace"), choice.get("name"))
-        named = {"type": choice.get("type"), "function": {"name": name}}
+        named = {"type": kind, "function": {"name": name}}
     functions = []
-    for namespace, tool in _with_namespaces(request.tools):
-        name = _flat(namespace, tool.name)
-        if tool.type != "function":
-            warnings.append(f"Tools of the type {shown(tool.type)} are not here. It was left out.")
-        elif allowed is None or name in allowed:
-            function = msgspec.to_builtins(tool) | {"name": name}
-            del function["type"]
-            functions.append({"type": "function", "function": function})
+    for name, (_, tool) in _by_name(request).items():
+        if allowed is None or name in allowed:
+            functions.append({"type": "function", "function": _function(name, tool)})
+    warnings += [
+        f"Tools of the type {shown(tool.type)} are not here. It was left out."
+        for _, tool in _with_namespaces([*request.tools, *_brought(request)])
+        if tool.type not in _CALLED
+    ]
+    warnings += map(_free, _names_of_free(request))
     return {
         "tools": functions,
         "tool_choice": named,
         "parallel_tool_calls": request.parallel_tool_calls,
     }
+
+
+def _by_name(request: ResponsesRequest) -> dict[str, tuple[str | None, Tool]]:
+    """Tools that a model may call, and their namespaces, by the names that it knows. Raises
+    ApiError (400) for two of one name; items of the input may bring a tool again."""
+    found: dict[str, tuple[str | None, Tool]] = {}
+    for namespace, tool in _with_namespaces(request.tools):
+        name = _flat(namespace, tool.name)
+        if tool.type not in _CALLED:
+            continue
+        if name in found:
+            raise ApiError(400, f"There are two tools with the name {shown(name)}.", param="tools")
+        found[name] = namespace, tool
+    for namespace, tool in _with_namespaces(_brought(request)):
+        if tool.type in _CALLED:
+            found.setdefault(_flat(namespace, tool.name), (namespace, tool))
+    return found
+
+
+def _brought(request: ResponsesRequest) -> list[Tool]:
+    """Tools that items of the input bring."""
+    items = [] if isinstance(request.input, str) else request.input
+    return [tool for item in items if item.type in _BRINGS_TOOLS for tool in item.tools]
+
+
+def _function(name: str, tool: Tool) -> dict[str, Any]:
+    """In the form of chat completions."""
+    if tool.type == "custom":
+        return function_of(name, tool.description, tool.format or InputFormat())
+    function: dict[str, Any] = msgspec.to_builtins(tool) | {"name": name}
+    del function["type"]
+    if encrypted := _encrypted(tool):
+        properties = dict(function["parameters"]["properties"])
+        for each in encrypted:
+            properties[each] = {k: v for k, v in properties[each].items() if k != "encrypted"}
+        function["parameters"] = function["parameters"] | {"properties": properties}
+    return function
+
+
+def _encrypted(tool: Tool) -> list[str]:
+    """Names of arguments that Codex expects to be encrypted, for agents alone to read."""
+    properties = (tool.parameters or {}).get("properties")
+    if not isinstance(properties, dict):
+        return []
+    return [k for k, v in properties.items() if isinstance(v, dict) and "encrypted" in v]
+
+
+def _names_of_free(request: ResponsesRequest) -> list[str]:
+    """Custom tools that have a format to which their inputs are not held."""
+    formats = ((name, tool.format) for name, (_, tool) in _by_name(request).items())
+    return [name for name, format in formats if format is not None and not format.is_held]
+
+
+def _free(name: str) -> str:
+    return f"The model is told the format of the tool {shown(name)}, but not held to it."
 
 
 def _with_namespaces(tools: Sequence[Tool]) -> Iterator[tuple[str | None, Tool]]:
@@ -224,7 +301,7 @@ def _messages(request: ResponsesRequest, warnings: list[str]) -> list[dict[str, 
     items = request.input
     if isinstance(items, str):
         items = [InputItem(role="user", content=items)]
-    asked = (i for i, item in enumerate(items) if item.type == "message")
+    asked = (i for i, item in enumerate(items) if item.type in ("message", "agent_message"))
     last = max((i for i in asked if items[i].role != "assistant"), default=-1)
     for index, item in enumerate(items):
         match item.type:
@@ -242,14 +319,21 @@ def _messages(request: ResponsesRequest, warnings: list[str]) -> list[dict[str, 
                 if thought := _text(item.content or item.summary):
                     own = _last_answer(messages, "content", "tool_calls")
                     own["reasoning_content"] = thought
-            case "function_call":
-                name = _flat(item.namespace, item.name)
-                function = {"name": name, "arguments": item.arguments or "{}"}
+            case "agent_message":
+                content = item.content
+                if index < last and isinstance(content, list):
+                    hidden = [part.type for part in content if part.text is None]
+                    warnings += [_left_out(kind) for kind in hidden]
+                    content = [part for part in content if part.text is not None]
+                messages.append({"role": "user", "content": _text(content)})
+            case "function_call" | "custom_tool_call" | "local_shell_call":
+                name = _flat(item.namespace, item.name or item.type.removesuffix("_call"))
+                function = {"name": name, "arguments": _arguments(item)}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 _last_answer(messages).setdefault("tool_calls", []).append(call)
             case "function_call_output" if item.call_id is None:  # so Codex hands over messages
                 messages.append({"role": "user", "content": _text(item.output)})
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 output = {"role": "tool", "tool_call_id": item.call_id}
                 messages.append({**output, "content": _text(item.output)})
             case "item_reference":
@@ -259,13 +343,29 @@ def _messages(request: ResponsesRequest, warnings: list[str]) -> list[dict[str, 
                     "item.",
                     param="input",
                 )
-            case kind if kind != "compaction" and index < last:  # of an old turn
-                warnings.append(f"Content of the type {shown(kind)} was left out.")
+            case kind if kind in _BRINGS_TOOLS:
+                pass
+            case kind if kind in _SAYS_NOTHING or kind.endswith("_call"):  # of OpenAI's own tools
+                warnings.append(_left_out(kind))
+            case kind if kind not in _SUMMARIES and index < last:  # of an old turn
+                warnings.append(_left_out(kind))
             case kind:
                 raise ApiError(400, not_text(kind), param="input")
     if system:
         messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
     return messages
+
+
+def _arguments(item: InputItem) -> str:
+    """Of a call, as JSON."""
+    if item.type == "custom_tool_call":
+        return arguments_of(item.input or "")
+    given = item.action if item.type == "local_shell_call" else item.arguments
+    return given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+
+
+def _left_out(kind: str) -> str:
+    return f"Content of the type {shown(kind)} was left out."
 
 
 def _last_answer(messages: list[dict[str, Any]], *others: str) -> dict[str, Any]:
@@ -320,10 +420,29 @@ class FunctionCall(Struct, kw_only=True, tag_field="type", tag="function_call"):
     name: str
     namespace: str | UnsetType = UNSET
     arguments: str
+    encrypted_function_args: list[str] | UnsetType = UNSET
     status: str
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCall
+class CustomToolCall(Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    id: str
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    input: str
+    status: str
+
+
+ToolCall = FunctionCall | CustomToolCall
+OutputItem = OutputMessage | ReasoningItem | ToolCall
+
+
+_PREFIXES: dict[type[OutputItem], str] = {
+    OutputMessage: "msg",
+    ReasoningItem: "rs",
+    FunctionCall: "fc",
+    CustomToolCall: "ctc",
+}
 
 
 class InputTokensDetails(Struct):
@@ -390,12 +509,8 @@ class ResponsesFormat:
         self._number = 0  # of the next event
         self._output: list[OutputItem] = []
         self._open = False  # whether the last of them is not whole
-        # What a call is to name, by the name that the model knows.
-        self._names = {
-            _flat(namespace, tool.name): {"namespace": namespace, "name": tool.name}
-            for namespace, tool in _with_namespaces(request.tools)
-            if namespace
-        }
+        self._input = InputReader()  # of an open call of a custom tool
+        self._tools = _by_name(request)
 
     def whole(self) -> Response:
         (result,) = self._answers.results
@@ -428,17 +543,10 @@ class ResponsesFormat:
             if call.id is not None and call.name is not None:
                 data += self._end_item("completed")
                 item = self._add_call("in_progress", call.id, call.name, "")
+                self._input = InputReader()
                 data += self._item_event("added", item)
             if call.arguments:
-                item = self._output[-1]
-                assert isinstance(item, FunctionCall)
-                item.arguments += call.arguments
-                data += self._event(
-                    "response.function_call_arguments.delta",
-                    item_id=item.id,
-                    output_index=len(self._output) - 1,
-                    delta=call.arguments,
-                )
+                data += self._call_delta(call.arguments)
         return data
 
     def end(self, index: int, result: Result) -> bytes:
@@ -447,7 +555,7 @@ class ResponsesFormat:
             data += self._begin_text(OutputMessage, OutputText(text=""))
         whole = {call.id for call in result.tool_calls}
         last = self._output[-1]
-        is_whole = isinstance(last, FunctionCall) and last.call_id in whole
+        is_whole = isinstance(last, ToolCall) and last.call_id in whole
         data += self._end_item("completed" if is_whole else _status(result))
         response = self._ended(result)
         return data + self._event(f"response.{response.status}", response=response)
@@ -464,12 +572,36 @@ class ResponsesFormat:
     # Items
 
     def _add_call(self, status: str, call_id: str, name: str, arguments: str) -> OutputItem:
-        named = self._names.get(name, {"name": name})
+        named: dict[str, Any] = {"name": name}
+        if name not in self._tools:
+            return self._add(FunctionCall, status, call_id=call_id, arguments=arguments, **named)
+        namespace, tool = self._tools[name]
+        if namespace is not None:
+            named = {"namespace": namespace, "name": tool.name}
+        if tool.type == "custom":
+            text = input_of(arguments)
+            return self._add(CustomToolCall, status, call_id=call_id, input=text, **named)
+        if _encrypted(tool):  # or Codex would take them for encrypted ones
+            named["encrypted_function_args"] = []
         return self._add(FunctionCall, status, call_id=call_id, arguments=arguments, **named)
 
+    def _call_delta(self, piece: str) -> bytes:
+        """Returns the event about a piece of the arguments of the open call."""
+        item = self._output[-1]
+        if isinstance(item, CustomToolCall):
+            return self._input_delta(item, self._input.add(piece))
+        assert isinstance(item, FunctionCall)
+        item.arguments += piece
+        return self._call_event("response.function_call_arguments.delta", item, delta=piece)
+
+    def _input_delta(self, item: CustomToolCall, text: str) -> bytes:
+        item.input += text
+        if not text:
+            return b""
+        return self._call_event("response.custom_tool_call_input.delta", item, delta=text)
+
     def _add(self, kind: type[Any], status: str, **fields: Any) -> OutputItem:
-        prefix = "msg" if kind is OutputMessage else "rs" if kind is ReasoningItem else "fc"
-        name = f"{prefix}_{self._answers.id}_{len(self._output)}"
+        name = f"{_PREFIXES[kind]}_{self._answers.id}_{len(self._output)}"
         item: OutputItem = kind(id=name, status=status, **fields)
         self._output.append(item)
         self._open = status == "in_progress"
@@ -483,7 +615,7 @@ class ResponsesFormat:
         data = self._end_item("completed")
         item = self._add(kind, "in_progress", content=[])
         data += self._item_event("added", item)
-        assert not isinstance(item, FunctionCall)
+        assert not isinstance(item, ToolCall)
         item.content.append(part)  # type: ignore[arg-type]
         return data + self._part_event("response.content_part.added", part=part)
 
@@ -491,7 +623,7 @@ class ResponsesFormat:
         self, name: str, text: str, logprobs: list[WrittenLogprob] | None = None
     ) -> bytes:
         item = self._output[-1]
-        assert not isinstance(item, FunctionCall)
+        assert not isinstance(item, ToolCall)
         part = item.content[0]
         part.text += text
         more: dict[str, Any] = {}
@@ -506,16 +638,17 @@ class ResponsesFormat:
         self._open = False
         item = self._output[-1]
         item.status = status
-        if isinstance(item, FunctionCall):
-            if status == "incomplete":  # there are no whole arguments
-                return self._item_event("done", item)
-            data = self._event(
-                "response.function_call_arguments.done",
-                item_id=item.id,
-                output_index=len(self._output) - 1,
-                name=item.name,
-                arguments=item.arguments,
-            )
+        if isinstance(item, ToolCall):
+            data = b""
+            if status == "incomplete":
+                pass  # there are no whole arguments
+            elif isinstance(item, CustomToolCall):
+                data = self._input_delta(item, self._input.end())
+                name = "response.custom_tool_call_input.done"
+                data += self._call_event(name, item, input=item.input)
+            else:
+                name = "response.function_call_arguments.done"
+                data = self._call_event(name, item, name=item.name, arguments=item.arguments)
             return data + self._item_event("done", item)
         part = item.content[0]
         if isinstance(part, OutputText):
@@ -532,6 +665,10 @@ class ResponsesFormat:
     def _item_event(self, what: str, item: OutputItem) -> bytes:
         index = len(self._output) - 1
         return self._event(f"response.output_item.{what}", output_index=index, item=item)
+
+    def _call_event(self, event_name: str, item: ToolCall, **data: Any) -> bytes:
+        index = len(self._output) - 1
+        return self._event(event_name, item_id=item.id, output_index=index, **data)
 
     def _part_event(self, name: str, **data: Any) -> bytes:
         """Returns an event about the only part of the last item."""
@@ -560,6 +697,7 @@ class ResponsesFormat:
     def _response(self, status: str) -> Response:
         request = self._request
         text = request.text or TextConfig()
+        free = _names_of_free(request)
         return Response(
             id=f"resp_{self._answers.id}",
             created_at=int(self._answers.created),
@@ -575,6 +713,7 @@ class ResponsesFormat:
             tool_choice=request.tool_choice,
             tools=request.tools,
             top_p=request.top_p,
+            metadata={"infer_warning": " ".join(map(_free, free))} if free else {},
         )
 
 

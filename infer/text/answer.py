@@ -22,8 +22,9 @@ _THOUGHTS = (
 
 @dataclass(frozen=True)
 class AnswerStyle:
-    """How answers are written. thought: what is before and after one. thinks: whether the template
-    knows of thoughts, which may come without."""
+    """The way in which a model writes answers. tools: the format of its calls. thought: the texts
+    that begin and end a thought. thinks: whether the chat template mentions thoughts; an answer may
+    come without one."""
 
     tools: ToolFormat
     thought: tuple[str, str]
@@ -36,8 +37,8 @@ class AnswerStyle:
         return self.thought
 
     def is_thinking(self, begun: str) -> bool:
-        """Whether the prompt, of which this is what it has of the answer, has begun a thought and
-        not ended it."""
+        """Whether the prompt has begun a thought and not ended it. begun: the end of the prompt,
+        which belongs to the answer."""
         if self.tools.whole:
             return "<|channel|>analysis" in self.opened(begun)
         begin, end = self.thought
@@ -45,7 +46,8 @@ class AnswerStyle:
         return begins != "" and end not in thought
 
     def opened(self, begun: str) -> str:
-        """The header of the message that the prompt has begun, where answers are messages."""
+        """The header of the message that the prompt has begun, for models whose answers are
+        messages."""
         header, opens, text = begun.partition("<|message|>")
         is_open = self.tools.whole and opens != "" and not any(end in text for end in HARMONY_ENDS)
         return header.removeprefix("assistant") + opens if is_open else ""
@@ -60,8 +62,8 @@ def answer_style(template: str) -> AnswerStyle:
 
 
 class AnswerParser:
-    """Parses one answer while it arrives. functions: the schemas of those that it may call; None:
-    what looks like a call is text."""
+    """Parses one answer while it arrives. functions: the schemas of the functions that it may call;
+    None: text that looks like a call stays text."""
 
     def __init__(
         self,
@@ -72,8 +74,8 @@ class AnswerParser:
         thinking: bool = False,
         tokens: Collection[str] = (),
     ) -> None:
-        """most: calls, after which the answer is done. thinking: the prompt has begun the thought.
-        tokens: markers that are one token, which no limit cuts."""
+        """most: the number of calls after which the answer is done. thinking: the prompt has begun
+        the thought. tokens: markers that are one token, which no limit cuts."""
         self._style, self._thinking = style, thinking
         self._with_tools = functions is not None
         short_ids = style.tools.short_ids
@@ -92,12 +94,12 @@ class AnswerParser:
 
     @property
     def unfinished(self) -> int | None:
-        """The index of the call that is not whole, of an answer that was cut."""
+        """The index of the call that is not whole because the answer was cut, or None."""
         return self._reader.unfinished if self._reader.is_cut else None
 
     def finish(self, *, cut: bool = False) -> Pieces:
-        """Returns the text that was held back. cut: the answer was ended by a limit and not by the
-        model. Then what has begun to be a call or a marker is not text."""
+        """Returns the text that was held back. cut: a limit ended the answer, not the model; then
+        the beginning of a call or a marker is not text."""
         self._reader.end(cut=cut)
         return self._go_on()
 

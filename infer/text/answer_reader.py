@@ -1,8 +1,9 @@
-"""The reader with which parsers of answers are written.
+"""The `Reader` from which parsers of answers take text while it arrives.
 
-A parser is a generator that takes text from a `Reader` and tells it what that is. Wherever what has
-come is not enough to decide, it yields, and goes on when there is more. So it reads like a parser
-of a whole text, and it does not matter how the text is cut into pieces.
+A parser is a generator: it takes text from a `Reader` and tells the `Reader` whether that text is
+content, reasoning or a call. If the text so far is not enough to decide, the parser yields, and
+continues when there is more. So its code reads like a parser of a whole text, and it does not
+matter how the text is cut into pieces.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class MalformedError(Exception):
 
 
 class EnoughError(Exception):
-    """There are as many calls as are read."""
+    """The answer has as many calls as may be read."""
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Pieces:
 
 
 class _Words:
-    """Holds spaces back until words follow. In front of the first they are dropped if `trims`."""
+    """Holds spaces back until words follow. Spaces before the first word are dropped if `trims`."""
 
     def __init__(self) -> None:
         self.trims, self.begun, self.spaces = False, False, ""
@@ -68,7 +69,7 @@ class _Words:
 
 
 class Reader:
-    """Text that arrives, of which parsers take the beginning.
+    """The text of an answer while it arrives; parsers take it from the beginning.
 
     functions: the JSON schema of each function's arguments. most: calls that are read. short_ids:
     ids of calls are nine letters and digits, as Mistral's templates want them. tokens: markers that
@@ -89,9 +90,9 @@ class Reader:
         self.pieces = Pieces()
         self.unfinished: int | None = None  # the call that has begun and is not whole
         self._short_ids, self._tokens = short_ids, tokens
-        self._left = ""  # what is not taken yet
+        self._left = ""  # text that no parser has taken yet
         self._ended = self._cut = False
-        self._attempt: str | None = None  # what was taken for a call that has no name yet
+        self._attempt: str | None = None  # text taken for a call whose name has not come
         self._text, self._reasoning = _Words(), _Words()
         self._reasoning.trims = True
 
@@ -99,7 +100,7 @@ class Reader:
         self._left += text
 
     def put_back(self, text: str) -> None:
-        """Text that was taken comes next after all."""
+        """Put back text that was taken: it comes next again."""
         self._left = text + self._left
 
     def end(self, *, cut: bool = False) -> None:
@@ -109,7 +110,7 @@ class Reader:
 
     @property
     def is_cut(self) -> bool:
-        """Whether no more text comes where more was to come."""
+        """Whether the answer was cut: no more text comes, although the answer had not ended."""
         return self._cut
 
     def take_pieces(self) -> Pieces:
@@ -151,8 +152,9 @@ class Reader:
     # Taking text
 
     def copy_until(self, *markers: str, write: Write, take: bool = True) -> Steps[str | None]:
-        """Write what comes before the first of these markers, and `take` that too. Returns it, None
-        at the end. Of markers that begin at one place it is the longest."""
+        """Write the text before the first of these markers, and take the marker too if `take`.
+        Returns the marker, or None if the text ends before one. If two markers begin at the same
+        place, the longer one counts."""
         while True:
             found = [(self._left.find(marker), -len(marker), marker) for marker in markers]
             found = [each for each in found if each[0] >= 0]
@@ -172,8 +174,8 @@ class Reader:
             yield
 
     def value_until(self, *markers: str, behind: Sequence[str], write: Write) -> Steps[str | None]:
-        """`copy_until` the first of these markers that one of `behind` follows, after spaces, or
-        the end of the answer. The others are written, too."""
+        """Like `copy_until`, but a marker counts only if one of `behind` follows it, after spaces,
+        or the end of the answer. Other markers are written as text."""
         while (marker := (yield from self.copy_until(*markers, write=write))) is not None:
             if (yield from self._goes_on(behind)):
                 return marker
@@ -181,7 +183,8 @@ class Reader:
         return None
 
     def _goes_on(self, starts: Sequence[str]) -> Steps[bool]:
-        """Whether one of these comes next, after spaces; all of it, or what came before the end."""
+        """Whether one of `starts` comes next, after spaces. At the end of the text, a part of one
+        is enough."""
         while True:
             text = self._left.lstrip(SPACE)
             if text.startswith(tuple(starts)):
@@ -196,7 +199,8 @@ class Reader:
         return (yield from self.copy_until(*markers, write=self.text))
 
     def rest(self) -> Steps[None]:
-        """All that is left is text. Spaces at its end are, too, unless calls came before."""
+        """Take everything that is left as text. Spaces at its end belong to it, unless calls came
+        before."""
         while True:
             self.text(self._take(len(self._left)))
             if self._ended:
@@ -230,7 +234,7 @@ class Reader:
         return marker
 
     def sees(self, *starts: str) -> Steps[bool]:
-        """Whether one of these comes next, after spaces."""
+        """Whether one of `starts` comes next, after spaces."""
         while True:
             text = self._left.lstrip()
             if text.startswith(starts):
@@ -243,7 +247,7 @@ class Reader:
             yield
 
     def accept(self, start: str) -> Steps[bool]:
-        """Take this, and spaces in front of it, if it comes next."""
+        """Take `start`, and spaces before it, if it comes next. Returns whether it did."""
         seen = yield from self.sees(start)
         if seen:
             self._take(self._left.index(start) + len(start))
@@ -254,7 +258,7 @@ class Reader:
             raise MalformedError
 
     def skip(self, start: str) -> Steps[None]:
-        """Take this if it comes next, exactly."""
+        """Take `start` if it comes next, exactly: no spaces may stand before it."""
         while not (self._ended or self._left.startswith(start)) and start.startswith(self._left):
             yield
         if self._left.startswith(start):
@@ -279,8 +283,9 @@ class Reader:
             yield
 
     def json_value(self, write: Write) -> Steps[bool]:
-        """Write the JSON value that comes next, as it stands. It ends before what cannot belong to
-        one; nothing else is checked. Returns whether it ended before the answer did."""
+        """Write the JSON value that comes next, unchanged. It ends before the first character that
+        cannot belong to a value; nothing else is checked. Returns whether the value ended before
+        the answer did."""
         return (yield from self._value(write, '"', _OUTSIDE_STRINGS.__contains__))
 
     def parenthesised(self) -> Steps[str]:
@@ -291,7 +296,8 @@ class Reader:
         return "".join(parts)
 
     def _value(self, write: Write, quotes: str, allowed: Callable[[str], bool]) -> Steps[bool]:
-        """allowed: whether a character may stand outside of strings."""
+        """Write a value up to its end. allowed: tells whether a character may stand outside of
+        strings."""
         yield from self.is_over()
         self._take(len(self._left) - len(self._left.lstrip()))
         depth, begun, quote, escaped = 0, False, "", False
@@ -335,9 +341,9 @@ class Reader:
         return value
 
     def attempt(self, taken: str, steps: Steps[None]) -> Steps[None]:
-        """Run the steps. If they find no call, all that they took is text, and `taken`, which was
-        taken before, unless the answer was cut there; if one has been told, what is wrong with it
-        is dropped."""
+        """Run the steps of a parser of calls. If they find no call, the text that they took is
+        text, and so is `taken`, which was taken before them, unless the answer was cut there. If a
+        call has been told already, its malformed rest is dropped."""
         self._attempt = taken
         try:
             yield from steps

@@ -44,30 +44,31 @@ class Rules(Protocol):
         """The name of a new rule."""
 
     def recursive(self, write: Callable[[str], str]) -> str:
-        """The name of a new rule that may hold itself: `write` is told the name."""
+        """The name of a new rule that may refer to itself: `write` gets the name and returns the
+        body."""
 
     def terminal(self, body: str) -> str:
         """The name of a regular expression."""
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """The name of a rule of what is valid under a schema."""
+        """The name of a rule for the JSON values that are valid under a schema."""
 
     def sequence(self, text: str) -> str:
-        """Exactly this text."""
+        """An expression that matches exactly this text."""
 
     def before(self, text: str, end: str, *, loose: bool) -> str:
         """Returns an expression for what the terminal `text` matches, with `end` behind it."""
 
 
 def escaped(pattern: str) -> str:
-    """A regular expression, as it stands between slashes."""
+    """A regular expression in the form in which it stands between slashes."""
     found = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern, flags=re.DOTALL)
     return found.replace("\n", "\\n")
 
 
 class Arguments:
-    """The arguments of a function. Methods raise SchemaError for what cannot be followed of a
-    strict one."""
+    """The grammar of a function's arguments. Methods raise SchemaError if the function is strict
+    and its schema cannot be followed."""
 
     def __init__(
         self,
@@ -87,7 +88,8 @@ class Arguments:
         return self._any_of(map(self._python, self._argument_ways()))
 
     def xml(self, tags: Tags) -> str:
-        """A tag for each, and the end of the call."""
+        """Returns the grammar of arguments as tags, one for each parameter, and of the end of the
+        call."""
         return self._any_of(self._xml(tags, way) for way in self._argument_ways())
 
     def gemma(self, quote: str) -> str:
@@ -146,13 +148,13 @@ class Arguments:
         return found, others
 
     def _other_name(self, named: Iterable[tuple[str, object, bool]]) -> str:
-        """A name that is none of these."""
+        """A terminal for a name that is none of these."""
         taken = "|".join(exactly(name) for name, _, _ in named)
         shape = "/[A-Za-z_][A-Za-z0-9_]*/"
         return self._lark.terminal(f"{shape} & ~/{escaped(taken)}/" if taken else shape)
 
     def _json(self, schema: object, kinds: Collection[str] | None = None) -> str:
-        """A value in JSON. kinds: of these types only."""
+        """A rule for a value in JSON. kinds: allow only values of these types."""
         try:
             own = standalone(schema, self._root)
         except SchemaError:
@@ -191,8 +193,9 @@ class Arguments:
         return " | ".join(f"({each})" for each in found)
 
     def _begins_with(self, pattern: str) -> str:
-        """A terminal of all that begins with a match of a regular expression. The rest may be any
-        bytes, not only text: so llguidance sees at once where the complement can match no more."""
+        """A terminal that matches everything that begins with a match of a regular expression. The
+        rest may be any bytes, not only text, so that llguidance sees at once where the complement
+        can match no more."""
         nothing = self._lark.terminal(f"/{NOTHING}/")
         anything = self._lark.terminal(f"~{nothing}")
         return self._lark.terminal(f"/{escaped(pattern)}/ {anything}")
@@ -202,8 +205,9 @@ class Arguments:
     def _separated(
         self, entries: Sequence[tuple[str, bool]], separator: str, other: str = ""
     ) -> str:
-        """Entries, each a rule and whether it has to come: all that have to, then any of the
-        others, both in this order, then any number of `other`."""
+        """A grammar of entries with separators between them. Each entry is a rule, and whether it
+        must come. First come all that must, then any of the others, both in this order, then any
+        number of `other`."""
         between = self._lark.sequence(separator)
         more = f"({between} {other})*" if other else ""
         needed = [name for name, is_needed in entries if is_needed]
@@ -230,10 +234,10 @@ class Arguments:
         return self._separated(entries, ", ", other)
 
     def _xml(self, tags: Tags, way: Way) -> str:
-        """Parameters in the schema's order."""
+        """A grammar of the parameters, in the order of the schema."""
         lark = self._lark
         named, others = self._properties(way, partial(_is_xml_name, tags))
-        more, may_end = "", True  # what comes after the beginning of the next parameter's tag
+        more, may_end = "", True  # more: the text after the beginning of the next parameter's tag
         if others is not False:
             name = self._other_name(named)
             more = lark.recursive(lambda own: self._xml_parameter(tags, name, "", others, own))
@@ -249,8 +253,9 @@ class Arguments:
     def _xml_parameter(
         self, tags: Tags, key: str, name: str, schema: object, more: str, may_end: bool = True
     ) -> str:
-        """A parameter behind the beginning of its tag, and what follows: the beginning of the next
-        and `more`, if there is any, or the end of the call, if it may."""
+        """The grammar of a parameter, from behind the beginning of its tag up to what follows: the
+        beginning of the next parameter and `more`, if there is any, or the end of the call, if
+        `may_end`."""
         lark = self._lark
         newline = "\n" if tags.newlines else ""
         end = f"{newline}{tags.value_end}\n"
@@ -304,7 +309,7 @@ class Arguments:
         return f"/{escaped(_SCALARS[way['type']])}/"
 
     def _gemma(self, quote: str, schema: object) -> str:
-        """A value, which may hold others like it."""
+        """A rule for a value in the format of Gemma, which may contain other values."""
         known = json.dumps(schema, sort_keys=True)
         if known not in self._known:
 
@@ -334,7 +339,7 @@ class Arguments:
         return self._any_of(written)
 
     def _gemma_items(self, quote: str, way: Way) -> str:
-        """The items of a list, with commas between them."""
+        """A rule for the items of a list in the format of Gemma, with commas between them."""
         if "enum" in way:
             self._unheld("enum or const of a list")
         items = way.get("items", True)
@@ -374,12 +379,13 @@ class Arguments:
 
 
 def _texts(patterns: Iterable[str]) -> dict[str, Any]:
-    """A schema of texts that match all of these, which shows whether there are any."""
+    """A schema of texts that match all of these patterns, by which one can find out whether there
+    are any."""
     return {"type": "string", "allOf": [{"pattern": f"^(?:{each})$"} for each in patterns]}
 
 
 def _is_xml_name(tags: Tags, name: str) -> bool:
-    """Whether the parser reads the name as it is."""
+    """Whether the parser of these tags reads a parameter's name back unchanged."""
     return name == name.strip() != "" and tags.key_end not in name and '"' not in name
 
 

@@ -18,7 +18,7 @@ from infer.text.tool_messages import (
     with_tools,
 )
 
-if TYPE_CHECKING:  # it imports Jinja
+if TYPE_CHECKING:  # the module imports Jinja, which is slow
     from infer.text.template_forms import TemplateForms
 
 # A message's reasoning, under the names that APIs give it; templates read the first.
@@ -249,7 +249,7 @@ def _written(
         from infer.text.tool_formats import find_format
         from infer.text.tool_grammars import example_call
 
-        known = find_format(source)  # that of calls and results, but not of tools
+        known = find_format(source)  # the format of calls and results, not of tools
         written = [*messages] if known is not None else [*in_words(messages)]
         system = forms.content(Kind("system"))
         role = "system" if system.text or system.part else "user"
@@ -260,7 +260,7 @@ def _written(
     return forms, [*messages]
 
 
-_MARK = "END_OF_FINAL_MESSAGE "  # whose space shows whether a template trims messages
+_MARK = "END_OF_FINAL_MESSAGE "  # its space shows whether a template trims messages
 
 
 def _marked(message: dict[str, Any]) -> str:

@@ -45,7 +45,7 @@ class StreamingDetokenizer:
             self._window = [i for i in prompt_ids if self._is_shown(i)]
         self._sent = 0  # characters of the window's text that are out
         self._out = 0  # characters that are out in all
-        self._run = b""  # of byte tokens, held back
+        self._run = b""  # bytes of byte tokens, held back
         # Needed until the first piece: the output may complete the prompt's last character.
         self._prompt_text: str | None = self._decode(self._window)
 
@@ -66,7 +66,8 @@ class StreamingDetokenizer:
 
     @property
     def length(self) -> int:
-        """Characters of the text so far, without a last one of which only a part is there."""
+        """The number of characters of the text so far. A last character that has not arrived
+        completely does not count."""
         return self._out + len(self._run.decode(errors="ignore"))
 
     def finish(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from textwrap import dedent
 
-# Sections: a first group for those of parameters. Others of these names tell nothing of a call.
+# Names of sections. The first group describes parameters; the others say nothing about a call.
 _NAMES = (
     "((?:Other |Keyword )?(?:Args|Arguments|Param(?:eter)?s)|Attributes)|Returns?|Yields?|Raises"
 )

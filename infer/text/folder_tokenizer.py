@@ -27,8 +27,8 @@ _FIRST = (
 
 
 def open_tokenizer(path: Path, template: str | None = None) -> Tokenizer:
-    """That of a model folder or a GGUF file. template: the source of a chat template in place of
-    those of the model. Raises TokenizerError."""
+    """The tokenizer of a model folder or a GGUF file. template: the source of a chat template that
+    replaces the model's own. Raises TokenizerError."""
     tokenizer = folder_tokenizer(path) if not path.is_file() else _of_gguf(path)
     if template is not None:
         tokenizer.templates = {"default": template}
@@ -36,7 +36,7 @@ def open_tokenizer(path: Path, template: str | None = None) -> Tokenizer:
 
 
 def _of_gguf(path: Path) -> Tokenizer:
-    from infer.models.loading.formats.gguf import Gguf  # which most models do without
+    from infer.models.loading.formats.gguf import Gguf  # here, as most models need no GGUF
     from infer.text.gguf_tokenizer import gguf_tokenizer
 
     gguf = Gguf.open(path)
@@ -58,10 +58,10 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
             ".save_pretrained(folder)."
         )
     with foreign(f"{path} cannot be read as a tokenizer", hint=_DAMAGED), open_file(path):
-        backend = tokenizers.Tokenizer.from_file(str(path))  # which would wait for a pipe
+        backend = tokenizers.Tokenizer.from_file(str(path))  # the library would wait for a pipe
     config = read_json(folder / "tokenizer_config.json")
     added: dict[str, Any] = {}
-    if "added_tokens_decoder" not in config:  # else it tells all that the older files do
+    if "added_tokens_decoder" not in config:  # if it is there, the older files add nothing
         config |= read_json(folder / "special_tokens_map.json")
         added = read_json(folder / "added_tokens.json")
     model_config = read_json(folder / "config.json")
@@ -115,7 +115,7 @@ def _add_tokens(
     named: Mapping[str, tokenizers.AddedToken],
 ) -> None:
     """Add the tokens that tokenizer.json lacks, or has with other flags, as transformers does.
-    added: those of added_tokens.json, by their texts."""
+    added: the contents of added_tokens.json, ids by texts."""
     present = backend.get_added_tokens_decoder()
     special = {token.content: token for token in (*named.values(), *_unnamed(config))}
     try:
@@ -140,7 +140,7 @@ def _add_tokens(
 
 
 def _unnamed(config: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
-    """Special tokens without names, under the key of transformers 5 or the one before."""
+    """Special tokens without names, under the key of transformers 5 or under the older one."""
     found = config.get("extra_special_tokens")
     if not found or isinstance(found, dict):
         found = config.get("additional_special_tokens") or []

@@ -1,5 +1,5 @@
-"""Python functions as tools: what their signatures and docstrings say, as JSON schemas, and the
-arguments of calls as the types that they take."""
+"""Python functions as tools: JSON schemas from signatures and docstrings, and arguments of calls
+converted to the types that the functions take."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class WrongValueError(ValueError):
 
 @dataclass(frozen=True)
 class ValueType:
-    """A type of values. schema: in JSON. read: from what JSON has to a value of this type; raises
-    WrongValueError."""
+    """The type of an argument. schema: its JSON schema. read: turns a JSON value into a value of
+    this type, or raises WrongValueError."""
 
     schema: dict[str, Any]
     read: Callable[[Any], Any]
@@ -76,7 +76,7 @@ class PythonFunction:
 
     @property
     def tool(self) -> dict[str, Any]:
-        """In OpenAI's form."""
+        """The function as a tool, in OpenAI's form."""
         described = {"name": self.name, "description": self.description}
         return {"type": "function", "function": described | {"parameters": self.arguments.schema}}
 
@@ -100,14 +100,14 @@ def _named(function: Any) -> tuple[str, str]:
         called = type(function).__call__.__doc__
         docstring = inspect.cleandoc(called) if called else docstring
     if is_dataclass(function) and docstring.startswith(f"{name}("):
-        docstring = ""  # which the decorator wrote: a signature
+        docstring = ""  # the decorator wrote it: a signature
     return name, docstring
 
 
 def _parameters(function: Any, name: str) -> Iterator[tuple[inspect.Parameter, Any]]:
     """Yields each parameter that a call may give, with its annotation. Raises RequestError for a
     function that cannot be called with named arguments."""
-    bound: set[str] = set()  # what a partial gives, and no call may change
+    bound: set[str] = set()  # arguments that a partial gives; no call may change them
     annotated = function
     while isinstance(annotated, partial):
         bound |= annotated.keywords.keys()
@@ -137,12 +137,12 @@ class _Annotations:
     """Reads annotations of functions as JSON schemas, and as readers of the values that fit."""
 
     def __init__(self) -> None:
-        self.definitions: dict[str, Any] = {}  # of types that have themselves as a part
+        self.definitions: dict[str, Any] = {}  # schemas of types that contain themselves
         self._within: list[type] = []  # dataclasses that are being described
 
     def of(self, function: Any, name: str, texts: Mapping[str, str]) -> ValueType:
-        """All arguments of a function or a class, as a dictionary. texts: what its docstring says
-        of them. Raises RequestError."""
+        """The type of all arguments of a function or a class, as a dictionary. texts: the
+        descriptions of parameters in its docstring. Raises RequestError."""
         if isinstance(function, type) and _is_pydantic(function):
             return self._model(function, name)
         values: dict[str, ValueType] = {}
@@ -229,7 +229,7 @@ class _Annotations:
         return None
 
     def _dataclass(self, hint: type) -> ValueType | None:
-        if hint in self._within:  # its schema would have no end
+        if hint in self._within:  # the type contains itself: its schema would have no end
             return None
         self._within.append(hint)
         name, docstring = _named(hint)
@@ -242,7 +242,7 @@ class _Annotations:
             values = own.read(value)
             try:
                 return hint(**values)
-            except ValueError as error:  # of its own
+            except ValueError as error:  # the function's own error
                 raise WrongValueError(f"is no {name}: {error}") from error
 
         return ValueType(own.schema | {"additionalProperties": False} | about, read)
@@ -272,7 +272,7 @@ class _Annotations:
             return None
 
         class Untitled(GenerateJsonSchema):
-            """Titles would be the names of parameters again."""
+            """Makes schemas without titles, which would only repeat the names of parameters."""
 
             def field_title_should_be_set(self, schema: Any) -> bool:
                 return False
@@ -296,8 +296,8 @@ class _Annotations:
         return ValueType(self._inlined(closed(schema)), read)
 
     def _inlined(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """A schema with its definitions where they belong, as few chat templates show what a
-        reference is to; those that have themselves as a part are in `definitions`."""
+        """A copy of a schema with each definition at the place of its reference, because few chat
+        templates show definitions. Definitions that contain themselves stay in `definitions`."""
         own: dict[str, Any] = schema.pop("$defs", {})
         parts = {name: _references(each) for name, each in own.items()}
         for through in own:
@@ -311,7 +311,7 @@ class _Annotations:
             if not isinstance(part, dict):
                 return part
             kept = {key: moved(each) for key, each in part.items()}
-            if "oneOf" in part:  # which says which reference is for which value
+            if "oneOf" in part:  # it says which reference is for which value
                 kept.pop("discriminator", None)
             name = _reference(part.get("$ref"))
             if name is None:
@@ -321,7 +321,7 @@ class _Annotations:
                 return moved(own[name]) | kept
             if name not in names:
                 names[name] = new = _unused(name, self.definitions)
-                self.definitions[new] = {}  # its place, meanwhile
+                self.definitions[new] = {}  # keeps its place until the schema is there
                 self.definitions[new] = moved(own[name])
             return {"$ref": f"#/$defs/{names[name]}"} | kept
 
@@ -377,7 +377,7 @@ def _wrong(wanted: str, value: object) -> WrongValueError:
 
 
 def _at(place: str, kind: ValueType, value: object) -> Any:
-    """The value of a part."""
+    """Read the value of a part. place: where the part is, for the error."""
     try:
         return kind.read(value)
     except WrongValueError as wrong:
@@ -442,7 +442,8 @@ _SCALARS: dict[type, ValueType] = {
 
 
 def _choice(options: Sequence[tuple[Any, Any]]) -> ValueType | None:
-    """options: values in JSON, and what they stand for."""
+    """The type of one of several values, or None if one of them is not plain. options: pairs of a
+    value in JSON and the Python value that it stands for."""
     plain = [option for option, _ in options]
     if not plain or not all(isinstance(each, str | int | float | None) for each in plain):
         return None
@@ -478,7 +479,7 @@ def _union(parts: Sequence[ValueType]) -> ValueType:
 
 
 def _list(parts: Sequence[ValueType], kind: type[list[Any]] | type[tuple[Any, ...]]) -> ValueType:
-    """parts: the type of all items, if it is known."""
+    """The type of a list or a tuple. parts: the type of its items, if it is known."""
     item = parts[0] if parts else _ANYTHING
 
     def read(value: object) -> Any:
@@ -503,7 +504,7 @@ def _tuple(parts: Sequence[ValueType]) -> ValueType:
 
 
 def _dict(parts: Sequence[ValueType]) -> ValueType:
-    """parts: the types of all keys and of all values, if they are known."""
+    """The type of a dictionary. parts: the types of its keys and its values, if they are known."""
     item = parts[1] if parts else _ANYTHING
 
     def read(value: object) -> dict[str, Any]:
@@ -516,7 +517,7 @@ def _dict(parts: Sequence[ValueType]) -> ValueType:
 
 
 def _default(value: object) -> dict[str, Any]:
-    """The keyword for a default, if JSON has the value."""
+    """The keyword `default` of a schema, or nothing if JSON cannot express the value."""
 
     def plain(part: Any) -> Any:
         if isinstance(part, Enum):

@@ -191,8 +191,8 @@ def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
 
 
 def _types(found: "_Metadata", tokens: Sequence[str]) -> list[float]:
-    """The type of each token. Those that models are controlled by are control tokens, whatever the
-    file says: some are plain words there, and would be merged from pieces."""
+    """The type of each token. Tokens that control models are control tokens, whatever the file
+    says: some are plain words there, and would be merged from pieces."""
     infill = find_infill(frozenset(tokens).__contains__)
     parts = () if infill is None else (infill.prefix, infill.suffix, infill.middle)
     types = found.numbers("token_type", len(tokens), _NORMAL)
@@ -201,16 +201,16 @@ def _types(found: "_Metadata", tokens: Sequence[str]) -> list[float]:
 
 
 def _is_phi3(metadata: Mapping[str, Any], kind: str) -> bool:
-    """Whether tokens take the space behind them, which no file says: those of Phi-3 and Phi-3.5,
-    but not those of Phi-4, which has the same architecture and another kind of tokenizer. llama.cpp
-    goes by the name, as files may have been converted to Llama's architecture."""
+    """Whether special tokens take the space behind them, which no file says. This holds for Phi-3
+    and Phi-3.5, but not for Phi-4, which has the same architecture and another kind of tokenizer.
+    llama.cpp decides by the name, as files may have been converted to Llama's architecture."""
     name = str(metadata.get("general.name")).lower()
     of_phi3 = metadata.get("general.architecture") == "phi3" and kind == "llama"
     return of_phi3 or "phi-3" in name or "phi3" in name
 
 
 class _Metadata:
-    """Reads keys of the tokenizer, each of its type."""
+    """Reads metadata of the tokenizer and checks its types."""
 
     def __init__(self, gguf: Gguf) -> None:
         self.gguf = gguf
@@ -228,7 +228,7 @@ class _Metadata:
         return value
 
     def numbers(self, key: str, count: int, default: float | None = None) -> Sequence[float]:
-        """A number for each token."""
+        """A list of numbers, one for each token."""
         value = self.gguf.metadata.get(_KEY + key)
         if value is None and default is not None:
             return [default] * count
@@ -250,7 +250,8 @@ class _Metadata:
 def _byte_level(
     found: _Metadata, tokens: Sequence[str], types: Sequence[float]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """Merges of bytes, as in GPT-2; and whether BOS is added where the file does not say."""
+    """The tokenizer that merges bytes, as GPT-2's does, and whether it adds BOS if the file does
+    not say."""
     pre = found.get("pre", str, "")
     if pre not in _SPLITS:
         raise TokenizerError(
@@ -271,8 +272,8 @@ def _byte_level(
 def _sentencepiece(
     found: _Metadata, tokens: Sequence[str], types: Sequence[float]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """Merges of characters with bytes for those unknown, as SentencePiece's BPE does them. Those of
-    Gemma 4 are always listed."""
+    """The BPE tokenizer of SentencePiece: merges of characters, and bytes for unknown characters.
+    The merges of Gemma 4 are always listed in the file."""
     gemma4 = found.get("model", str) == "gemma4"
     if found.get("remove_extra_whitespaces", bool, False):
         raise found.error("removing extra whitespace is not implemented")
@@ -281,7 +282,8 @@ def _sentencepiece(
     else:
         scores = found.numbers("scores", len(tokens))
         if str(found.gguf.metadata.get("general.architecture")).startswith("gemma"):
-            scores = [-float(i) for i in range(len(tokens))]  # its own are not those of its merges
+            # Gemma's own scores are not in the order of its merges; its ids are.
+            scores = [-float(i) for i in range(len(tokens))]
         normal = {
             token: score
             for token, score, of in zip(tokens, scores, types, strict=True)
@@ -316,8 +318,8 @@ def _sentencepiece(
 
 
 def _merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The pairs that make tokens, those of the highest score first: SentencePiece merges the
-    neighbours whose union scores highest."""
+    """The pairs of tokens that are merged, sorted so that the token with the highest score comes
+    first: SentencePiece merges the neighbours whose union scores highest."""
     pairs = [
         (-score, -cut, token[:cut], token[cut:])
         for token, score in scores.items()

@@ -18,7 +18,7 @@ class Infill:
     suffix_first: bool = False
 
     def text(self, prefix: str, suffix: str) -> str:
-        """The prompt."""
+        """The prompt that asks for the text between a prefix and a suffix."""
         parts = [self.prefix + prefix, self.suffix + suffix]
         return "".join(parts[::-1] if self.suffix_first else parts) + self.middle
 
@@ -34,7 +34,8 @@ _KNOWN = (
 
 
 def find_infill(has_token: Callable[[str], bool]) -> Infill | None:
-    """That of a vocabulary; None where it has none."""
+    """The tokens with which a vocabulary fills in the middle, or None if it has none. has_token:
+    whether a text is a token."""
     for known in _KNOWN:
         if all(map(has_token, filter(None, (known.prefix, known.suffix, known.middle)))):
             return known

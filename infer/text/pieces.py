@@ -1,4 +1,4 @@
-"""A long text to token ids piece by piece, which takes little memory, and may end after any piece.
+"""Encodes a long text piece by piece: it takes little memory, and may stop after any piece.
 
 Each window of the text begins within the one before. Where both have the same tokens at the same
 places for a while, they are joined, and nothing but memory differs from encoding the text at once:
@@ -20,7 +20,7 @@ from tokenizers import Encoding
 
 PIECE = 1 << 16  # characters that a window goes beyond the one before
 _OVERLAP = 256  # tokens, or as far as the beginning of a word is from there, up to twice as many
-_BEFORE, _AFTER = 8, 32  # tokens that have to be the same before a joint and after it
+_BEFORE, _AFTER = 8, 32  # tokens that must be equal before and after a joint
 
 _Token = tuple[int, int, bool]  # its id, its place in the text, whether it begins a word
 
@@ -39,7 +39,7 @@ def encode_pieces(
         return
     begin, end = 0, PIECE
     tokens = _tokens(encode(text[:end]), 0)
-    first = 0  # of those that no piece has had
+    first = 0  # the first token that is in no piece yet
     while end < len(text):
         following = min(end + PIECE, len(text))
         near = len(tokens) - _OVERLAP

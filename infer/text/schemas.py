@@ -31,7 +31,7 @@ BEGINS_AS = {"array": "[", "object": "{"}
 
 _MOST_WAYS = 256
 _NOTES = ("title", "description", "default", "examples", "$comment")
-# Keywords of each type, by how those of two schemas for one value are put together.
+# Keywords of each type, and how the values of two schemas for one value are combined.
 _LARGER = ("minLength", "minItems", "minProperties", "minimum", "exclusiveMinimum")
 _SMALLER = ("maxLength", "maxItems", "maxProperties", "maximum", "exclusiveMaximum")
 _ALL = ("pattern", "format", "multipleOf")  # lists
@@ -58,8 +58,9 @@ class SchemaError(Exception):
 
 
 def ways_of(schema: object, root: Mapping[str, Any]) -> list[Way]:
-    """The ways to be valid: schemas without `$ref`, `allOf`, `anyOf`, `oneOf` and `const`, each of
-    one `type`, some of which may be impossible. `pattern` and `format` are lists.
+    """The ways in which a value can be valid: a list of schemas without `$ref`, `allOf`, `anyOf`,
+    `oneOf` and `const`, each with one `type`. Some of them may be impossible. `pattern` and
+    `format` are lists.
 
     Schemas of items and properties stay as they are; where two say something of the same, they are
     an `allOf`. Of `oneOf`, that only one may be valid is left out. root: the schema in which
@@ -76,7 +77,8 @@ def ways_of(schema: object, root: Mapping[str, Any]) -> list[Way]:
 
 
 def loose_ways_of(schema: object, root: Mapping[str, Any]) -> list[Way]:
-    """`ways_of`, or all ways where the schema cannot be followed."""
+    """`ways_of`, or, if the schema cannot be followed, the ways of a schema that allows
+    everything."""
     try:
         return ways_of(schema, root) or _plain_ways({})
     except SchemaError:
@@ -93,7 +95,7 @@ def argument_ways(parameters: Mapping[str, Any]) -> list[Way]:
 
 
 def loose_argument_ways(parameters: Mapping[str, Any]) -> list[Way]:
-    """`argument_ways`, or what the schema says itself where it cannot be followed."""
+    """`argument_ways`, or, if the schema cannot be followed, the schema itself."""
     try:
         return argument_ways(parameters)
     except SchemaError:
@@ -102,7 +104,7 @@ def loose_argument_ways(parameters: Mapping[str, Any]) -> list[Way]:
 
 @dataclass(frozen=True)
 class Argument:
-    """How a value is read that stands without quotes where it is text.
+    """How an argument's value is read if texts stand without quotes.
 
     kinds: the JSON types that it may have. apart: those of them that text must not look like,
     because not every value of these types is valid.
@@ -112,7 +114,7 @@ class Argument:
     apart: frozenset[str]
 
     def may_be_other(self, text: str) -> bool:
-        """Whether a value that may be text is read as one of its other types."""
+        """Whether a text would be read as one of the argument's other types."""
         text = text.strip(SPACE)
         return any(
             text.startswith(BEGINS_AS[kind])
@@ -122,13 +124,13 @@ class Argument:
         )
 
     def of(self, kinds: frozenset[str]) -> Argument:
-        """How it is read where it is known to have one of these types."""
+        """How a value is read if it is known to have one of these types."""
         known = self.kinds & kinds or kinds
         return Argument(known, known - {"string"})
 
 
 def argument_of(parameters: Mapping[str, Any], name: str) -> Argument:
-    """How an argument of a function is read."""
+    """How the value of the argument `name` of a function is read."""
     kinds: set[str] = set()
     free = set(KINDS)
     for way in loose_argument_ways(parameters):
@@ -180,8 +182,8 @@ def standalone(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def closed(schema: Any) -> Any:
-    """A schema of pydantic's, whose models ignore properties that they do not know: there need not
-    be any."""
+    """A copy of pydantic's schema whose objects allow no further properties: pydantic's models
+    ignore properties that they do not know, so a model need not write any."""
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -209,7 +211,8 @@ def target(pointer: object, root: object) -> object:
 
 
 def _ways(schema: object, root: Mapping[str, Any], within: tuple[str, ...]) -> list[Way]:
-    """within: the references that are being followed."""
+    """`ways_of` before values of `enum` are checked. within: the references that are being
+    followed."""
     if schema is False:
         return []
     if schema is not True and not isinstance(schema, Mapping):
@@ -264,7 +267,7 @@ def _plain_ways(schema: Mapping[str, Any]) -> list[Way]:
 
 
 def _check(key: str, value: object) -> None:
-    """That the value of a keyword is what the others here count on."""
+    """Raise SchemaError if the value of a keyword is not of the kind that this module expects."""
     kinds: tuple[type, ...] = (bool, Mapping, list)  # schemas
     if key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
         kinds = (int, float)
@@ -311,7 +314,7 @@ def _is_of(value: object, kind: str) -> bool:
 
 
 def _both(some: list[Way], others: list[Way]) -> list[Way]:
-    """The ways to be valid under both."""
+    """The ways in which a value can be valid under both of two lists of ways."""
     numbers = {"integer", "number"}
     found = [
         _together(one, other)

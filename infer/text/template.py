@@ -40,14 +40,14 @@ from jinja2.utils import Namespace
 from infer.foreign import foreign
 from infer.kernels.errors import TokenizerError
 
-SECONDS = 30.0  # of this thread's time
+SECONDS = 30.0  # of this thread's CPU time
 SOURCE = 1 << 18  # characters of a template; published ones have up to some 50,000
 SIZE = 1 << 24  # characters of a value, and of the result, more where the messages are long
 _TOTAL = 16  # times as much in all
-_DEPTH = 200  # of lists in lists
+_DEPTH = 200  # how deep lists may be nested
 
 _WEB = ("pprint", "striptags", "urlize", "xmlattr")
-# Filters and methods whose result, or time, grows with the product of what they are given.
+# Filters and methods whose result, or time, grows with the product of their arguments.
 _GROWING = frozenset(
     "batch center expandtabs indent join ljust lstrip rfind rindex rjust "  # noqa: SIM905
     "rpartition rsplit rstrip slice strip to_bytes tojson translate trim zfill *".split()
@@ -93,7 +93,7 @@ def compile_template(source: str) -> Template:
         dict=_Dict(),
         namespace=_Namespace,
     )
-    # Python's own compiler refuses what is nested too deeply, by several errors.
+    # Python's own compiler refuses code that is nested too deeply, with several kinds of errors.
     with foreign("The chat template does not compile"):
         try:
             return environment.from_string(source)
@@ -137,7 +137,7 @@ class _Budget:
         self._end, self._ticks = time.thread_time() + seconds, 0
 
     def tick(self) -> None:
-        """Look at the time, now and then."""
+        """Check the time, but only now and then."""
         self._ticks += 1
         if self._ticks % 16 == 0 and time.thread_time() > self._end:
             raise TokenizerError(
@@ -145,7 +145,7 @@ class _Budget:
             )
 
     def made(self, value: Any) -> Any:
-        """A value that the template made."""
+        """Count a value that the template made, and return it."""
         size, depth = self._measure(value)
         self.left -= size
         if size > self.size or self.left < 0:
@@ -167,7 +167,8 @@ class _Budget:
         elif name == "replace" and len(values) > 2 and isinstance(values[0], str):
             old, new = str(values[1]), str(values[2])
             growth = (values[0].count(old) + 1) * len(new)
-        elif name == "wordwrap" and isinstance(values[0], str):  # what is left of a word is copied
+        elif name == "wordwrap" and isinstance(values[0], str):
+            # jinja copies the rest of a long word for each of its lines.
             width = values[1] if len(values) > 1 and isinstance(values[1], int) else 79
             growth = sum(len(word) ** 2 for word in values[0].split()) // max(width, 1)
         elif name == "%" and values and isinstance(values[0], str):
@@ -197,7 +198,7 @@ class _Budget:
         return abs(value) if isinstance(value, int) else self._measure(value)[0]
 
     def _measure(self, value: Any) -> tuple[int, int]:
-        """The characters of a value, as it is written out, and how deep it is nested."""
+        """The number of characters of a value when it is written out, and how deep it is nested."""
         if isinstance(value, str | bytes):
             return len(value), 0
         if isinstance(value, int):
@@ -206,7 +207,7 @@ class _Budget:
             return 1, 0
         known = self._known.get(id(value))
         if known is None:
-            entries: Any = getattr(value, "mapping", value)  # of a view, its dictionary
+            entries: Any = getattr(value, "mapping", value)  # a view is measured by its dictionary
             if isinstance(entries, Mapping):
                 entries = [part for item in entries.items() for part in item]
             measures = [self._measure(part) for part in entries]
@@ -248,7 +249,8 @@ class _EscapingFormatter(_Formatter, SandboxedEscapeFormatter):
 
 
 class _Generator(CodeGenerator):
-    """Has the values counted that literals and `~` make, and looks at the time in each loop."""
+    """Generates code that counts the values of literals and `~`, and checks the time in each
+    loop."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802
         tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
@@ -284,7 +286,7 @@ class _Generator(CodeGenerator):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Everything that a template does goes through here."""
+    """The Jinja environment of chat templates, which counts and limits what a template does."""
 
     code_generator_class = _Generator
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -331,7 +333,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return budget.made(super().call_binop(context, operator, left, right))
 
     def concat(self, pieces: Iterable[str]) -> str:
-        """Joins what is written, as it comes: of the whole template, a macro or a block."""
+        """Join the pieces that the whole template, a macro or a block writes, while they come."""
         budget, written, room = _budget.get(), [], _budget.get().size
         for piece in pieces:
             budget.tick()
@@ -344,7 +346,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter or a test within the limits."""
-    first = 1 if hasattr(function, "jinja_pass_arg") else 0  # of the arguments, what it is given
+    # The place of the value among the arguments: jinja passes some functions its context first.
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)
     def limited(*args: Any, **kwargs: Any) -> Any:
@@ -419,7 +422,7 @@ class _Namespace(Namespace):
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
-        return "<Namespace>"  # which may hold itself
+        return "<Namespace>"  # written so, as a namespace may contain itself
 
 
 def _check_name(name: str) -> None:

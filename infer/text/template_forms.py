@@ -66,8 +66,9 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class ContentForms:
-    """The forms of which a template shows all text: a text, a list of one part, a list of several.
-    failed: it raised an error instead."""
+    """The forms of a message's content in which a template shows all of the text. text: a string.
+    part: a list with one part. parts: a list with several. failed: the template raised an error
+    instead."""
 
     text: bool
     part: bool
@@ -81,9 +82,10 @@ class ContentForms:
 
 @dataclass(frozen=True)
 class CallForms:
-    """How a template reads calls. as_text: their arguments are JSON text, not objects. without: the
-    ways to give no content in which it shows the calls, the usual one first. with_content: whether
-    it shows calls of messages that have a content. failed: it raised an error instead."""
+    """How a template reads calls. as_text: arguments are JSON text, not objects. without: the ways
+    to leave out the content with which it shows the calls, the usual one first. with_content:
+    whether it shows the calls of messages that have a content. failed: the template raised an error
+    instead."""
 
     as_text: bool
     without: Sequence[Mapping[str, Any]]
@@ -202,7 +204,8 @@ class TemplateForms:
         return CallForms(False, (), False, failed)
 
     def _render(self, messages: list[dict[str, Any]]) -> str | None:
-        """Returns the messages as the template writes them; None if the template fails."""
+        """Returns the text that the template makes of the messages, or None if the template
+        fails."""
         try:
             with foreign("The chat template failed"):
                 variables = {**self._variables, "messages": messages}

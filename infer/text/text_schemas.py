@@ -1,5 +1,6 @@
-"""Regular expressions of the texts that a JSON schema allows, in the dialect of Rust, of which
-llguidance has no look-around. A grammar needs them where texts stand without quotes."""
+"""Turns the JSON schema of a string into a regular expression, for grammars of unquoted texts.
+
+The expressions are in Rust's dialect, without look-around, which llguidance does not have."""
 
 from __future__ import annotations
 
@@ -65,9 +66,9 @@ _NO_TEXT = ("\\b", "\\B", "\\A", "\\z", "\\Z")
 
 
 def patterns_of(way: Mapping[str, Any]) -> list[str]:
-    """Regular expressions, all of which match all of a text that is valid under one of the
-    `schemas.ways_of` a value of the type "string"; without any, each text is. Raises SchemaError
-    for what cannot be written so."""
+    """Regular expressions that a text must match, all of them and from beginning to end, to be
+    valid under `way`, one of `schemas.ways_of` with the type "string". Without any, every text is
+    valid. Raises SchemaError for a condition that no regular expression can have."""
     if "enum" in way:
         options = [each for each in way["enum"] if _is_valid(each, way)]
         return ["|".join(map(exactly, options))] if options else [NOTHING]
@@ -88,9 +89,9 @@ def exactly(text: str) -> str:
 
 
 def searched(pattern: str) -> str:
-    """Returns the regular expression of the whole texts in which a pattern is found, which is how
-    JSON Schema means patterns. Raises SchemaError for a pattern that has `^` or `$` elsewhere than
-    at its ends or those of its alternatives."""
+    """Returns a regular expression for whole texts in which `pattern` is found somewhere, as JSON
+    Schema means patterns. Raises SchemaError if the pattern has `^` or `$` anywhere but at its ends
+    or at the ends of its alternatives."""
     written, body, depth = "", "", 0
     before = behind = ANY
     parts = re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?[\w-]+\)|.", pattern, re.DOTALL)

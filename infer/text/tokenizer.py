@@ -19,12 +19,12 @@ from infer.text.pieces import encode_pieces
 
 T = TypeVar("T")
 
-MAX_ID = 2**32 - 1  # what the GPU holds
+MAX_ID = 2**32 - 1  # ids are u32 on the GPU
 
 # The library cannot be interrupted, and needs some 30 bytes for each character on the way.
 SECONDS = 60.0  # to encode a text, and as many for each 600,000 characters of it
 _MOST_CHARACTERS = 1 << 27  # that a text may become before it is split into tokens
-_MOST_GROWTH = 64  # of a token's text in the decoder, which nearly all leave as it is
+_MOST_GROWTH = 64  # how much a decoder may lengthen a token's text; nearly all leave it
 _TOKEN_CHARACTERS = 4096  # of a token's text, on average; the longest of known models have 500
 
 
@@ -92,8 +92,8 @@ class Tokenizer:
         return f"<Tokenizer: {self._backend.get_vocab_size():,} tokens, {chats}>"
 
     def difference(self, other: "Tokenizer") -> tuple[int, str, str] | None:
-        """The first token that both have and that is not the same: its id, its text here and in the
-        other; None where they agree."""
+        """The first token id that has different texts in the two tokenizers, with both texts; None
+        if they agree."""
         own, theirs = (
             {i: text for text, i in each._backend.get_vocab(with_added_tokens=True).items()}
             for each in (self, other)
@@ -163,8 +163,8 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """The text of a token within a text: the first of one may lose the space that it begins
-        with, so it is what a second one adds. A special token's is its name."""
+        """The text of a token in the middle of a text. At the beginning a token may lose its space,
+        so this is what the token adds when it comes second. A special token's text is its name."""
         first, both = (self.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
         return both[len(first) :]
 
@@ -180,7 +180,7 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """One more than the largest id."""
+        """The largest id plus one."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def to_json(self) -> str:
@@ -194,11 +194,12 @@ class Tokenizer:
         return known and token_id not in self._skipped
 
     def is_added(self, token_id: int) -> bool:
-        """Whether it is an added token, special or not."""
+        """Whether the id is an added token, special or not."""
         return token_id in self._added
 
     def named_in(self, texts: tuple[str, ...]) -> frozenset[int]:
-        """Added tokens that stand in these texts, of which there are few."""
+        """The ids of added tokens whose text is part of one of these texts. The result is kept for
+        each tuple of texts, so there should be few."""
         if texts not in self._named:
             names = (self.special_names | self.added_text_ids).items()
             self._named[texts] = frozenset(i for name, i in names if any(name in t for t in texts))
@@ -308,8 +309,9 @@ def _limited(call: Callable[[], T], length: int) -> T:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The bytes by the characters that stand for them in the vocabularies of byte-level tokenizers:
-    as in GPT-2, each printable one for itself, the others for those from U+0100 on."""
+    """The characters that stand for bytes in the vocabularies of byte-level tokenizers, and their
+    bytes. As in GPT-2, printable characters stand for themselves, and characters from U+0100 on for
+    the other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     own = {chr(byte): byte for byte in printable}
@@ -327,7 +329,7 @@ def _are_ids(values: Any) -> bool:
 
 
 def _growth(step: Any) -> int:
-    """How many times as long a step of a tokenizer may make a text."""
+    """The factor by which a step of a tokenizer may lengthen a text."""
     return 1 if step is None else _growth_of(json.loads(step.__getstate__()))
 
 

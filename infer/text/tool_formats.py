@@ -25,9 +25,9 @@ _NOT_TEXT = frozenset(KINDS) - _TEXT
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """signs: what templates of this format say. read: an answer, or what follows its reasoning; of
-    a format of `whole` answers, reasoning too. markers: what may be special tokens. short_ids: as
-    for `Reader`."""
+    """A way of writing calls. signs: texts by which a template of this format is recognised. read:
+    the parser of an answer, or of what follows its reasoning; if `whole`, it parses the reasoning
+    too. markers: texts that may be special tokens. short_ids: as for `Reader`."""
 
     name: str
     signs: tuple[str, ...]
@@ -60,7 +60,8 @@ def _json_calls(reader: Reader, end: str, *, bare: bool = False) -> Steps[None]:
 
 
 def _json_call(reader: Reader, *, bare: bool) -> Steps[None]:
-    """bare: without a marker, any JSON may be text. What is none of these keys and functions is."""
+    """Read a call that is a JSON object. bare: the call has no marker around it, so JSON that has
+    other keys, or names no known function, is text."""
     name: str | None = None
     arguments: str | None = None
     told = False
@@ -101,7 +102,8 @@ def _json_call(reader: Reader, *, bare: bool) -> Steps[None]:
 
 
 def _arguments(reader: Reader) -> Steps[None]:
-    """Arguments in JSON, of which an object is passed on as it comes, and the end of the call."""
+    """Read arguments in JSON and the end of the call. If they are an object, they are passed on
+    while they arrive."""
     parts: list[str] = []
     is_object = yield from reader.sees("{")
     is_whole = yield from reader.json_value(reader.arguments if is_object else parts.append)
@@ -124,7 +126,7 @@ def _object(text: str) -> str:
 
 
 def _llama(reader: Reader) -> Steps[None]:
-    """An answer that is nothing but JSON, or JSON after <|python_tag|>."""
+    """Reads Llama's calls: an answer that is nothing but JSON, or JSON after <|python_tag|>."""
     while True:
         marker = "<|python_tag|>" if (yield from reader.accept("<|python_tag|>")) else ""
         if not (marker or (yield from reader.sees("{"))):
@@ -137,7 +139,8 @@ def _llama(reader: Reader) -> Steps[None]:
 
 
 def _mistral(reader: Reader) -> Steps[None]:
-    """[TOOL_CALLS][{...}], or, in newer models, [TOOL_CALLS]name[ARGS]{...} for each call."""
+    """Reads Mistral's calls: [TOOL_CALLS][{...}], or, from newer models,
+    [TOOL_CALLS]name[ARGS]{...} for each call."""
     while (yield from reader.text_until("[TOOL_CALLS]")):
         if (yield from reader.sees("[{", "[ {", "[\n", "{")):
             steps = _json_calls(reader, "")
@@ -166,7 +169,7 @@ _KIMI = tuple(
 
 
 def _kimi(reader: Reader) -> Steps[None]:
-    """Sections of calls, each with an id functions.NAME:INDEX."""
+    """Reads Kimi's calls: sections of calls, each with an id functions.NAME:INDEX."""
     while (yield from reader.text_until(_KIMI[0])):
         yield from reader.attempt(_KIMI[0], _kimi_calls(reader))
 
@@ -224,9 +227,9 @@ def _deepseek_calls(reader: Reader) -> Steps[None]:
 
 @dataclass(frozen=True)
 class Tags:
-    """section: around all calls, or, where `call` is empty, around each. A call's name ends with
-    name_end, that of a parameter with key_end, which a value and value_end follow. Newlines around
-    the value may be part of the format."""
+    """The texts that surround the parts of a call. section: around all calls, or around each if
+    `call` is empty. A call's name ends with name_end. A parameter's name ends with key_end; then
+    come its value and value_end. newlines: the value stands between line breaks."""
 
     section: str
     section_end: str
@@ -294,7 +297,7 @@ def _xml(reader: Reader, tags: Tags) -> Steps[None]:
 
 
 def _xml_calls(reader: Reader, tags: Tags, inside: bool) -> Steps[None]:
-    """inside: the first call's tag has been read."""
+    """Reads calls in tags. inside: the tag of the first call has been read."""
     if not tags.call:
         yield from _xml_call(reader, tags)
         return
@@ -332,8 +335,8 @@ def _xml_call(reader: Reader, tags: Tags) -> Steps[None]:
 
 
 def _xml_value(reader: Reader, tags: Tags, argument: Argument) -> Steps[None]:
-    """A value ends where its end is followed by the next parameter or the end of the call: what
-    looks like its end otherwise belongs to it."""
+    """Reads a value in tags. It ends where its end tag is followed by the next parameter or the end
+    of the call; any other end tag belongs to the value."""
     ends, behind = [tags.value_end], value_followers(tags)
     if tags is GLM_TAGS:
         yield from reader.expect("<arg_value>")
@@ -384,8 +387,8 @@ def _ends_in_string(text: str, argument: Argument) -> bool:
 
 
 def _value(text: str, argument: Argument) -> str:
-    """JSON of a value that stands without quotes where it is text. What may be text is, unless it
-    is read as another of its types."""
+    """The JSON of a value that stands without quotes if it is text. A value that may be text is
+    text, unless it is read as another of its types."""
     if "string" in argument.kinds and not argument.may_be_other(text):
         return _dumps(text)
     plain = text.strip(SPACE)
@@ -406,13 +409,14 @@ def _no_constant(name: str) -> None:
 
 
 def _dumps(value: object) -> str:
-    """JSON, in which text is as readable as it may be. Raises ValueError for infinity and NaN."""
+    """JSON in which text is as readable as possible. Raises ValueError for infinity and NaN."""
     written = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return written if _is_unicode(written) else json.dumps(value)
 
 
 def _is_unicode(text: str) -> bool:
-    """Halves of surrogate pairs, which escapes can make, are not."""
+    """Whether the text can be encoded as UTF-8: halves of surrogate pairs, which escapes can make,
+    cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -428,7 +432,8 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def _pythonic(reader: Reader, begin: str = "", end: str = "") -> Steps[None]:
-    """Between two markers; without any, an answer that begins with a call of a known function."""
+    """Reads calls in Python's syntax between two markers; without markers, an answer that begins
+    with a call of a known function."""
     if begin:
         while (yield from reader.text_until(begin)):
             if (yield from reader.sees("{", "[{")):
@@ -463,7 +468,7 @@ def _python_calls(reader: Reader, end: str, *, bare: bool = False) -> Steps[None
 
 
 def _python_arguments(text: str) -> str:
-    """JSON of the arguments of a call, as "(a=1, b='x')"."""
+    """The JSON of arguments in Python's syntax, such as "(a=1, b='x')"."""
     try:
         call = ast.parse(f"f{text}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -503,7 +508,7 @@ def _key(node: ast.expr | None) -> str:
 
 
 def _gemma(reader: Reader, begin: str, end: str, quote: str) -> Steps[None]:
-    """quote: the token around texts."""
+    """Reads Gemma's calls. quote: the token around texts."""
     while (yield from reader.text_until(begin)):
         yield from reader.attempt(begin, _gemma_call(reader, end, quote))
 
@@ -516,7 +521,7 @@ def _gemma_call(reader: Reader, end: str, quote: str) -> Steps[None]:
     reader.call(name)
     parts: list[str] = []
     while (found := (yield from reader.copy_until(end, quote, write=parts.append))) == quote:
-        parts.append(quote)  # what looks like the end of the call may be in a text
+        parts.append(quote)  # a text may contain the end of a call
         if (yield from reader.copy_until(quote, write=parts.append)):
             parts.append(quote)
     text = "".join(parts).strip()
@@ -573,7 +578,8 @@ HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 
 
 def _harmony(reader: Reader) -> Steps[None]:
-    """Messages, each with a header that says which channel it is in, and whom it is for."""
+    """Reads the messages of gpt-oss, each with a header that tells its channel and its
+    recipient."""
     while True:
         parts: list[str] = []
         if not (yield from reader.copy_until("<|message|>", write=parts.append)):
@@ -678,6 +684,6 @@ FORMATS = (
 
 
 def find_format(template: str) -> ToolFormat | None:
-    """The one that a chat template shows."""
+    """The format of calls that a chat template shows, or None."""
     found = (each for each in FORMATS if all(sign in template for sign in each.signs))
     return next(found, None)

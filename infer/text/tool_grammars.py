@@ -31,8 +31,9 @@ _INDEX = "\0"  # where a call's number stands
 
 @dataclass(frozen=True)
 class _Layout:
-    """begin, end: around all calls, or around each. A call is `name` with the function's, its
-    arguments and `after`. quote: of Gemma's texts. tags: of arguments in XML."""
+    """How a format writes calls. begin, end: around all calls, or around each. A call is `name`
+    with the function's name in it, the arguments, and `after`. quote: the token around texts of
+    Gemma. tags: the tags of arguments in XML."""
 
     begin: str
     name: str
@@ -136,7 +137,7 @@ _LAYOUTS = {
 
 
 def example_call(format_name: str) -> str:
-    """How a call is written, to be shown to a model."""
+    """An example of a call in this format, to show to a model."""
     layout = _LAYOUTS[format_name]
     arguments = "<arguments as a JSON object>"
     if layout.tags is not None:
@@ -207,7 +208,7 @@ def answer_grammar(
     if content is not None:
         return lark.written(f"{thought} ({all_calls} | {final} {content})")
     if layout.single:
-        preamble = lark.message("commentary")  # what the user is told before a call
+        preamble = lark.message("commentary")  # a message to the user before a call
         answer = f"({all_calls} | {final} text)"
         return lark.written(f"({thought} {preamble})* {thought} {answer}")
     if not layout.begin or style.tools.name == "pythonic":
@@ -250,7 +251,9 @@ def _arguments(
 
 
 class _Lark:
-    """Rules of a grammar.
+    """The rules of a grammar. Markers that are tokens are written by their ids, whether they are
+    text or not: otherwise the library would force the common beginning of several markers in other
+    tokens.
 
     Markers that are tokens are written by their ids, whether they are text or not: where several
     may come, the library would force what their texts begin with alike, in other tokens.
@@ -273,7 +276,7 @@ class _Lark:
             "INDEX: /[0-9]{1,3}/",
             f"text: {'(TEXT loose)* TEXT' if loose else 'TEXT'}",
         ]
-        self._known: dict[str, str] = {}  # names of rules by what they are
+        self._known: dict[str, str] = {}  # names of rules by their definitions
         self._loose = self.more_text = ""
         if loose:
             self._loose, self.more_text = "(TEXT loose)* ", "(loose TEXT)*"
@@ -288,14 +291,15 @@ class _Lark:
         return name
 
     def recursive(self, write: Callable[[str], str]) -> str:
-        """The name of a new rule that may hold itself: `write` is told the name."""
+        """The name of a new rule that may refer to itself: `write` gets the name and returns the
+        body."""
         at = len(self.rules)
         name = self.rule("")
         self.rules[at] = f"{name}: {write(name)}"
         return name
 
     def parts(self, text: str) -> list[str]:
-        """A text as the markers in it that are tokens, and the texts between."""
+        """Split a text into markers that are tokens and the texts between them."""
         found, at = [], 0
         for match in self._names.finditer(text):
             found += [text[at : match.start()], match[0]]
@@ -303,7 +307,7 @@ class _Lark:
         return [part for part in (*found, text[at:]) if part]
 
     def sequence(self, text: str) -> str:
-        """Exactly this text."""
+        """An expression that matches exactly this text."""
         written = []
         for part in self.parts(text):
             if part in self._ids:
@@ -325,7 +329,7 @@ class _Lark:
         return marker, self.sequence(text[len(marker) :])
 
     def text_until(self, end: str) -> str:
-        """Any text, and this, which is not in it."""
+        """An expression for any text that does not contain `end`, followed by `end`."""
         first, *rest = self.parts(end)
         if first in self._specials:
             return f"text {self.sequence(end)}"
@@ -351,21 +355,23 @@ class _Lark:
         return ""
 
     def message(self, channel: str) -> str:
-        """A message in a channel of gpt-oss's, and the beginning of the next one."""
+        """An expression for a message in a channel of gpt-oss, and the beginning of the next
+        message."""
         return f"{self.sequence(f'<|channel|>{channel}<|message|>')} {self.rest_of_message()}"
 
     def rest_of_message(self) -> str:
         return f"{self.text_until('<|end|>')} {self.sequence('<|start|>assistant')}"
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """The name of a rule of what is valid under a schema. Equal schemas share a rule."""
+        """The name of a rule for the JSON values that are valid under a schema. Equal schemas share
+        a rule."""
         body = f"%json {json.dumps(schema)}"
         if body not in self._known:
             self._known[body] = self.rule(body)
         return self._known[body]
 
     def terminal(self, body: str) -> str:
-        """The name of a regular expression. Equal ones share a name."""
+        """The name of a regular expression. Equal expressions share a name."""
         if body not in self._known:
             self._known[body] = f"T{len(self.rules)}"
             self.rules.append(f"{self._known[body]}: {body}")

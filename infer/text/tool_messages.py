@@ -44,8 +44,8 @@ def check_calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """A message whose calls have arguments as JSON text, or as objects, which transformers hands to
-    templates: APIs have text. What a model wrote may be no JSON object, and stays text then."""
+    """A copy of a message whose calls have arguments as JSON text, or as objects. APIs have text;
+    transformers hands objects to templates. Text of a model that is no JSON object stays text."""
 
     def changed(call: Mapping[str, Any]) -> dict[str, Any]:
         if "function" in call:
@@ -67,7 +67,8 @@ def with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, An
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """With ids of nine letters and digits, which Mistral's templates insist on."""
+    """Copies of the messages in which ids of calls are nine letters and digits, which Mistral's
+    templates insist on."""
 
     def short(call_id: object) -> object:
         if not isinstance(call_id, str) or re.fullmatch("[0-9A-Za-z]{9}", call_id):
@@ -95,9 +96,9 @@ def with_tools(
     role: str,
     call: str,
 ) -> list[dict[str, Any]]:
-    """With a description of the tools, for templates that write none: in the first message, which
-    is the system's, or in the first one of the user. role: which of these. call: how one is
-    written."""
+    """Copies of the messages with a description of the tools, for templates that write none. role:
+    "system" to put it into a first message of the system, "user" into the first message of the
+    user. call: an example of a call."""
     written = [dict(each) for each in messages]
     if not tools:
         return written
@@ -114,15 +115,15 @@ def with_tools(
 
 
 def in_words(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """With calls and results as text, as Hermes and Qwen write them, for templates that know
-    none."""
+    """Copies of the messages with calls and results as text, in the form of Hermes and Qwen, for
+    templates that know neither."""
     results: list[str] = []
     for message in messages:
         text = joined(message.get("content", ""))
         if message["role"] == "tool":
             results.append(f"<tool_response>\n{text}\n</tool_response>")
             continue
-        if results:  # of several calls, in one message: roles alternate
+        if results:  # results of several calls are one message: roles alternate
             yield {"role": "user", "content": "\n".join(results)}
             results = []
         if "tool_calls" not in message:

@@ -23,8 +23,8 @@ MAX_TOOLS = 1024
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A piece of the call at an index. Its first piece has id and name, those that follow only have
-    a piece of the arguments, which together are JSON."""
+    """A piece of the call at an index. The first piece has the id and the name; later pieces have a
+    part of the arguments, which together are JSON."""
 
     index: int
     id: str | None = None
@@ -34,8 +34,8 @@ class ToolCallDelta:
 
 @dataclass
 class ToolCall:
-    """arguments: JSON, as the model wrote it: an object, unless it made a mistake or a stop string
-    ended it. id: a random one. Calls that differ in it alone are equal."""
+    """A call. arguments: the JSON that the model wrote: an object, unless the model made a mistake
+    or a stop string ended it. id: a random one; calls that differ only in their id are equal."""
 
     id: str = field(compare=False)
     name: str
@@ -53,7 +53,7 @@ class ToolCall:
         are no JSON object, and where the Python function does not take them."""
         try:
             value = json.loads(self.arguments)
-            # An escape may be half of a pair, which is no text that can be sent on.
+            # An escape may be half of a surrogate pair, which cannot be encoded as UTF-8.
             value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
         except RecursionError:
             value = None
@@ -67,7 +67,8 @@ def add_deltas(
     deltas: Sequence[ToolCallDelta],
     functions: Mapping[str, PythonFunction] | None = None,
 ) -> None:
-    """Put pieces of calls where they belong. functions: the tools that are Python functions."""
+    """Append pieces of calls to the calls that they belong to. functions: the tools that are Python
+    functions."""
     for delta in deltas:
         if delta.id is not None and delta.name is not None:
             calls.append(ToolCall(delta.id, delta.name))
@@ -112,7 +113,7 @@ def check_tools(
     tool_choice: ToolChoice = "auto",
     parallel_tool_calls: bool = True,
 ) -> Tools:
-    """Raises RequestError, which says where the mistake is."""
+    """Check the options about tools. Raises RequestError, which says where the mistake is."""
     checked = _checked(tools or ())
     offered = [tool for tool, _ in checked.values()]
     if not isinstance(parallel_tool_calls, bool):
@@ -149,7 +150,7 @@ def _named(choice: object) -> str:
 
 
 def _checked(tools: object) -> dict[str, tuple[dict[str, Any], PythonFunction | None]]:
-    """The tools by their names; beside each what it is in Python."""
+    """The tools by their names, and for each the Python function that it is, or None."""
     if not isinstance(tools, list | tuple):
         raise RequestError(f"tools must be a list, not {shown(tools)}.")
     if len(tools) > MAX_TOOLS:

@@ -12,6 +12,7 @@ from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.compiler.target import StepKind, Target
 from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.tensor import GpuTensor
 from infer.kernels.ops.linear import Changes
 
 NO_CHANGES: Changes = MappingProxyType({})
@@ -28,12 +29,13 @@ def lower(
     tuning: Tuning | None = None,
     changes: Changes = NO_CHANGES,
     also: Iterable[Value] = (),
+    given: GpuTensor | None = None,
 ) -> Lowering:
     """The kernels that compute `output` into `output_buffer`, for a kind of step on the device.
     step: the buffer of its rows. changes: low-rank changes beside weights. also: as of Graph.
-    fuse=False gives each operation kernels of its own."""
+    given: as of Target. fuse=False gives each operation kernels of its own."""
     graph = Graph(output, also)
     rules = InvariantTuning if kind.invariant else Tuning
-    target = Target(device, kind, tuning or rules(device), fuse)
+    target = Target(device, kind, tuning or rules(device), fuse, given)
     rewrite(graph, target, changes)
     return Lowering(target, graph, step, output_buffer)

@@ -22,7 +22,7 @@ class Lowering(Target):
     source = staticmethod(source)
 
     def __init__(self, target: Target, graph: Graph, step: Buffer, output_buffer: Buffer) -> None:
-        super().__init__(target.device, target.kind, target.tuning, target.fuse)
+        super().__init__(target.device, target.kind, target.tuning, target.fuse, target.given)
         self.step, self.output, self.output_buffer = step, graph.output, output_buffer
         self.kernels: list[Kernel] = []
         for value in graph.values:

@@ -8,6 +8,7 @@ from infer.kernels.compiler.graph import Value
 from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.plan import Count, Grid, linear_grid
+from infer.kernels.gpu.tensor import GpuTensor
 
 MAX_VEC_ROWS = 8
 
@@ -52,12 +53,15 @@ class StepKind:
 
 @dataclass
 class Target:
-    """A kind of step on a device. fuse: whether operations may share kernels."""
+    """A kind of step on a device. fuse: whether operations may share kernels. given: rows [count,
+    hidden_size] that stand for tokens of the step behind the vocabulary, in f32; None: there are
+    none."""
 
     device: Device
     kind: StepKind
     tuning: Tuning
     fuse: bool
+    given: GpuTensor | None = None
 
     def rows(self, value: Value) -> int:
         """The most rows of an activation in this kind of step."""

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infer.kernels.compiler.graph import Value, stride
 from infer.kernels.compiler.lowering import Lowering
+from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.tensor import GpuTensor
 
 
 @dataclass(eq=False, repr=False)
 class Embedding(Value):
-    """The rows of `weight` [vocab, width] for the step's tokens, times scale."""
+    """The rows of `weight` [vocab, width] for the step's tokens, times scale. takes_given: for
+    tokens behind the vocabulary, the rows that the step gives (`Target.given`)."""
 
     weight: GpuTensor
     scale: float = 1.0
+    takes_given: bool = False
 
     def checked_width(self) -> int:
         return self.weight.shape[1]
 
     def lower(self, low: Lowering) -> None:
         _lower(low, self, self.weight, self.scale, by_position=False)
+        given = low.given
+        if given is None:
+            return
+        if not self.takes_given:
+            raise UnsupportedError("This model takes no rows in place of tokens in its prompts.")
+        (shard,) = given.shards
+        behind = replace(shard, start=self.weight.shape[0])
+        _lower(low, self, replace(given, shards=(behind,)), 1.0, by_position=False)
 
 
 @dataclass(eq=False, repr=False)

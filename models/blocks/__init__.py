@@ -1,1 +1,1 @@
-"""Building blocks of architectures."""
+"""Building blocks that architectures share: decoder, layers, experts, states, positions."""

@@ -22,6 +22,7 @@ class Decoder:
 
     # The norms of a layer: before attention, of its output, before the MLP, of its output.
     norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
+    caches_per_layer = 1  # how many layers of the config, each with its cache, make one
     folded_by_mlx = False  # whether MLX's files have factors of the config in their weights
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -84,16 +85,41 @@ class Decoder:
         cache: Sequence[Cache],
     ) -> Value:
         """The logits [rows, vocab_size], of the rows of the step that get any. ropes, cache: one
-        of each layer."""
-        c = self.config
+        of each layer that the config counts."""
         h = self.embed(w)
-        for i, (rope, layer_cache) in enumerate(zip(ropes, cache, strict=True)):
-            h = self.layer(h, Scope(w, f"layers.{i}"), rope, layer_cache, c.windows[i])
+        count = len(cache) // self.caches_per_layer
+        h = self.layers(h, w, ropes, cache, range(count))
         return self.logits(h, w)
+
+    def layers(
+        self,
+        h: Value,
+        w: Weights,
+        ropes: Sequence[Rope | None],
+        cache: Sequence[Cache],
+        part: range,
+    ) -> Value:
+        """The activations [rows, hidden_size] behind some of the layers. ropes, cache: of all."""
+        inputs, count = self.layer_inputs(h, w), self.caches_per_layer
+        for i in part:
+            own, last = Scope(w, f"layers.{i}"), (i + 1) * count - 1
+            of_layer = cache[last] if count == 1 else cache[i * count : last + 1]
+            h = self.layer(h, own, ropes[last], of_layer, self.config.windows[last])
+            h = self.behind(h, own, inputs[i] if inputs else None)
+        return h
+
+    def layer_inputs(self, h: Value, w: Weights) -> Sequence[Value]:
+        """A further input of each layer, where an architecture has some. h: the embeddings."""
+        return ()
+
+    def behind(self, h: Value, w: Weights, given: Value | None) -> Value:
+        """What an architecture has behind a layer. given: the further input of that layer."""
+        return h
 
     def embed(self, w: Weights) -> Value:
         """The activations [rows, hidden_size] of the step's tokens."""
-        return ops.embedding(w["embed_tokens"], self.config.embedding_multiplier)
+        scale = self.config.embedding_multiplier
+        return ops.embedding(w["embed_tokens"], scale, takes_given=True)
 
     def logits(self, h: Value, w: Weights) -> Value:
         """The logits, from the activations behind the last layer."""

@@ -1,5 +1,6 @@
-"""The head, which makes the logits: whether it is the embeddings. config.json says so, and the
-checkpoint may say otherwise."""
+"""Decides whether the head, which makes the logits, is the embedding matrix.
+
+config.json says so, and the checkpoint may say otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a plan to weights on the GPU: allocated, then read from the files."""
+"""Allocates the weights of a plan on the GPU, then reads them from the files."""
 
 from __future__ import annotations
 

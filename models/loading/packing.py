@@ -1,4 +1,4 @@
-"""Quantised matrices of checkpoints (formats/), packed for the GPU as tensor.py says."""
+"""Packs the quantised matrices of checkpoints (formats/) into the GPU layouts of tensor.py."""
 
 from __future__ import annotations
 

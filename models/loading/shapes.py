@@ -1,5 +1,5 @@
-"""The config.json of well-known models, and how well-known formats pack weights: for benchmarks on
-random weights, for which nothing is downloaded."""
+"""The config.json of well-known models, and how well-known formats pack weights: with them the
+benchmark makes models of random weights, and downloads nothing."""
 
 from __future__ import annotations
 

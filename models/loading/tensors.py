@@ -1,4 +1,4 @@
-"""One tensor of a checkpoint: where its bytes are, and reading them."""
+"""A tensor of a checkpoint: where its bytes lie in the file, and how they are read."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ To add a format:
    UnsupportedError with its name. Parts are found with `part`, so that one that is missing or of
    another shape is a CheckpointError before anything is allocated.
 2. Keep values exact. If a new `Scheme.kind` is needed, add its table in kernels/gpu/codes.py.
-3. Register it in `FORMATS`, of which scripts/make_tables.py makes the README's table.
+3. Register it in `FORMATS`, of which scripts/make_tables.py makes the table in docs/models.md.
 4. Prove it: a case in scripts/make_format_references.py, where the format's own library packs and
    unpacks a few rows, which tests/test_formats.py reads from tests/data/formats.
 """
