@@ -102,8 +102,9 @@ def of_a_request() -> set[str]:
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        files.used, files.complete = set(), []
-        urllib.request.urlopen(request).read()
+        for _ in range(2):  # what is read once of a model is read by the first
+            files.used, files.complete = set(), []
+            urllib.request.urlopen(request).read()
         print(json.dumps(sorted(files.complete[0])), flush=True)
         os._exit(0)
 

@@ -26,6 +26,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from infer.bench.measure import GREEDY, EngineBench
+from infer.bench.options import Subject
 from infer.bench.report import Load, markdown_table
 from infer.bench.run import open_engine
 from infer.engine.constraint import Constraints
@@ -105,10 +106,10 @@ def main() -> None:
     args = parser.parse_args()
     clients = [int(each) for each in args.clients.split(",")]
     needed = args.prompt_tokens + args.decode_tokens + 1
-    options = {"quantize": args.quantize, "needed": needed, "max_batch": max(clients)}
-    options["speculate"] = args.speculate
+    subject = Subject(model=args.model, shape=args.shape, quantize=args.quantize)
+    options = {"needed": needed, "max_batch": max(clients), "speculate": args.speculate}
     loads: list[dict[str, Load]] = []
-    with open_engine(args.model, args.shape, **options) as (_, engine):
+    with open_engine(subject, **options) as (_, engine):
         folder = args.tokenizer if args.model is None else resolve(args.model).path
         tokenizer = words(engine.vocab_size) if folder is None else open_tokenizer(folder)
         constraints = Constraints(tokenizer, engine.vocab_size)

@@ -29,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from infer.bench.measure import LEAST_PASS, kernel_label, place_step
+from infer.bench.options import Subject
 from infer.bench.report import markdown_table
 from infer.bench.run import open_engine
 from infer.engine.engine import Engine
@@ -539,17 +540,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     values = {name: tried for name, tried in given.items() if tried is not None}
     needed = max(options.depth) + 1
     try:
-        with open_engine(
-            options.model,
-            options.shape,
-            options.device,
-            needed if needed > DEFAULT_CONTEXT else None,
-            options.dtype,
-            options.kv_dtype,
-            options.quantize,
-            options.format,
+        subject = Subject(
+            model=options.model,
+            shape=options.shape,
+            format=options.format,
+            device=options.device,
             webgpu=options.webgpu,
-        ) as (name, engine):
+            context=needed if needed > DEFAULT_CONTEXT else None,
+            dtype=options.dtype,
+            quantize=options.quantize,
+            kv_dtype=options.kv_dtype,
+        )
+        with open_engine(subject) as (name, engine):
             rows = options.step_rows
             sweep = Sweep(engine, options.kernel, only=options.only, values=values, rows=rows)
             _run(sweep, name, options)

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -21,6 +21,7 @@ from test_llm import report_free
 
 from infer.bench import measure as measure
 from infer.bench import run as bench
+from infer.bench.options import BenchTests, Subject
 from infer.bench.report import (
     BenchReport,
     KernelTime,
@@ -596,6 +597,13 @@ def test_measuring_leaves_the_engine_as_good_as_new(engine: Engine) -> None:
     assert [step.token for step in engine.generate([5, 6, 7], params)] == before
 
 
+def split(options: dict[str, Any]) -> tuple[Subject, BenchTests]:
+    """Options of a subject and of tests, by their names."""
+    own = {each.name for each in fields(Subject)}
+    others = {name: value for name, value in options.items() if name not in own}
+    return Subject(**{n: v for n, v in options.items() if n in own}), BenchTests(**others)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -630,14 +638,14 @@ def test_bad_requests(
     """All are said before anything is measured."""
     monkeypatch.delattr(bench, "copy_bandwidth")
     with pytest.raises(InferError, match=message):
-        bench.run_bench(**options)
+        bench.run_bench(*split(options))
 
 
 def test_a_model_that_does_not_fit_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(bench, "copy_bandwidth")
     report_free(monkeypatch, 1 << 20)
     with pytest.raises(OutOfMemoryError, match="bytes"):
-        bench.run_bench("demo", context=512)
+        bench.run_bench(Subject(model="demo", context=512), BenchTests())
 
 
 @pytest.mark.usefixtures("short")
@@ -664,8 +672,8 @@ def test_bad_commands(
 def test_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
-    def run_bench(model: str | None, shape: str | None, **options: Any) -> None:
-        seen.update(options, model=model, shape=shape)
+    def run_bench(subject: Subject, tests: BenchTests, **_: Any) -> None:
+        seen.update(asdict(subject) | asdict(tests))
         raise RequestError("seen enough")
 
     monkeypatch.setattr(bench, "run_bench", run_bench)

@@ -21,6 +21,7 @@ from wgpu.backends.wgpu_native import ffi, lib
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.engine.pace import Pace
+from infer.engine.prompts import Prompt
 from infer.engine.recordings import Recipe
 from infer.engine.steps import Loaded
 from infer.engine.token_engine import Request
@@ -752,6 +753,6 @@ def test_there_is_nothing_to_go_on_with(engine_of: EngineOf, generated: list[int
     """After max_tokens, and after a stop id."""
     params = SamplingParams(max_tokens=3).resolved({})
     engine = engine_of("llama")
-    request = Request([1, 2], params, stop_ids=[9], generated=generated)
+    request = Request(Prompt([1, 2]), params, stop_ids=[9], generated=generated)
     assert not list(engine.answer(request))
     assert len(list(engine.answer(replace(request, generated=[5, 6])))) == 1

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
@@ -27,22 +28,18 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from infer.bench.measure import (
-    BATCH_DEPTH,
     BATCH_TOKENS,
     GREEDY,
     SAMPLED,
     EngineBench,
     Progress,
-    Sizes,
-    batch_positions,
     deviation,
-    drafts_positions,
 )
+from infer.bench.options import OWN_LAYER, BenchTests, Subject
 from infer.bench.report import BenchReport
 from infer.calls import warn
 from infer.engine.engine import Engine
-from infer.engine.options import MAX_BATCH, EngineOptions
-from infer.engine.speculation import MAX_DRAFT
+from infer.engine.options import EngineOptions
 from infer.engine.steps import Loaded
 from infer.hub import resolve_adapter
 from infer.inspection import inspect_model
@@ -51,9 +48,9 @@ from infer.kernels.gpu.adapters import AdapterInfo, choose_adapter, software_not
 from infer.kernels.gpu.bandwidth import copy_bandwidth
 from infer.kernels.gpu.device import Device, Limits
 from infer.kernels.gpu.tensor import GpuTensor
-from infer.kernels.state.kv_cache import KV_DTYPES, PAGE
+from infer.kernels.state.kv_cache import PAGE
 from infer.keywords import Progress as LoadProgress
-from infer.loading import DTYPES, check_draft_quantize, load, weight_dtype
+from infer.loading import check_draft_quantize, load, weight_dtype
 from infer.memory import DEFAULT_CONTEXT, Draft, MemoryCount, checked_context
 from infer.models import build_model
 from infer.models.blocks.decoder import Decoder
@@ -62,196 +59,116 @@ from infer.models.loading.random_weights import random_weights
 from infer.models.loading.shapes import PUBLISHED, shape_config
 from infer.versions import commit, versions
 
-OWN_LAYER = "mtp"  # the value of draft that means the model's own predicting layer
 _CONTEXT = 1024  # of a shape with many answers, where nobody says more: the other tests fit
 
 
 def run_bench(
-    model: str | None = None,
-    shape: str | None = None,
-    *,
-    device: str | int | None = None,
-    webgpu: str | None = None,
-    precision: str = "auto",
-    context: int | None = None,
-    dtype: str | None = None,
-    quantize: str | None = None,
-    format: str | None = None,
-    kv_dtype: str = "f16",
-    adapter: str | Path | None = None,
-    revision: str | None = None,
-    offline: bool = False,
-    invariant: bool = False,
-    prompt_tokens: int | None = None,
-    prefix: float | None = None,
-    decode_tokens: int | None = None,
-    depths: Sequence[int] = (),
-    batches: Sequence[int] = (),
-    clients: Sequence[int] = (),
-    accept: float | None = None,
-    draft_rows: int | None = None,
-    draft: str | None = None,
-    draft_quantize: str | None = None,
-    repeats: int | None = None,
-    profile: bool = False,
+    subject: Subject,
+    tests: BenchTests,
     progress: Progress = lambda test, run, runs: None,
     loading: LoadProgress | None = None,
 ) -> BenchReport:
-    """Benchmark a model, or the shape of one (a key of SHAPES) on random weights.
-
-    model, device, webgpu, precision, context, dtype, quantize, kv_dtype, adapter, revision, offline
-    and invariant are as for `load`; a shape's weights are bf16 where dtype and quantize are None,
-    or packed as in checkpoints of a `format` (a key of PUBLISHED), and have no adapter.
-    prompt_tokens of the prefill test, of which there is one more with a prefix: the share that is
-    in the cache before; decode_tokens of every decode test, of which there is one more for each of
-    `depths`, the tokens that are in the cache before it. batches: of so many answers at once, after
-    as many tokens each as the depths say, or 128. clients: of so many at once, each of which sends
-    `repeats` requests, one after the other: prompts of an eighth of prompt_tokens to all of them,
-    answers of decode_tokens. accept: decode also with drafts, alone and in each of `batches`, of
-    which each is right with this probability; draft_rows of them for each step, or None: as many as
-    pay, if any. draft: the model that drafts them, or for a shape another shape, quantised or not
-    as draft_quantize says, or "mtp", the model's own layer; without it nothing is run for that.
-    Each test runs `repeats` times after a warm-up. What of these three is None is 512, 128 and 5,
-    or as much less as keeps a slow adapter to about a minute. profile: time every kernel. progress
-    is told what runs; loading: as progress of `load`. Raises RequestError and whatever `load`
-    raises.
-    """
-    given = (prompt_tokens, decode_tokens, repeats, *depths, *batches, *clients)
-    if min((n for n in given if n is not None), default=1) < 1:
-        raise RequestError(
-            "Counts of tokens, depths, answers, clients and repeats must be at least 1."
-        )
-    if accept is not None and not 0 <= accept <= 1:
-        raise RequestError(f"A probability is a number from 0 to 1, not {accept}.")
-    if prefix is not None and not 0 < prefix < 1:
-        raise RequestError(f"A prefix is a share of the prompt between 0 and 1, not {prefix}.")
-    if prefix is not None and prompt_tokens == 1:
-        raise RequestError("A prompt of one token has nothing to be cached before it.")
-    if draft_rows is not None and (accept is None or not 1 <= draft_rows <= MAX_DRAFT):
-        raise RequestError(
-            f"From 1 to {MAX_DRAFT} tokens can be drafted for a step, and it must be said how "
-            "likely they are right (--accept)."
-        )
-    if draft is not None and accept is None:
-        raise RequestError(
-            "Prompts are random, so that no draft would be right: say how likely they are to be "
-            "(--accept)."
-        )
-    if max(batches, default=1) > MAX_BATCH:
-        raise RequestError(f"At most {MAX_BATCH} answers run at once, not {max(batches)}.")
-    if dtype not in (None, *DTYPES) or kv_dtype not in KV_DTYPES:
-        raise RequestError("Weights are f32, f16 or bf16, and the KV cache f16, f32 or q8.")
-    weight_dtype(dtype, quantize)
-    needed = max(prompt_tokens or 1, max(depths, default=1) + (decode_tokens or 1)) + 1
-    batched = [(rows, depth) for depth in depths or [BATCH_DEPTH] for rows in batches]
-    needed = max(needed, *(batch_positions(*sizes, BATCH_TOKENS) for sizes in batched), 0)
-    if accept is not None:
-        needed = max(needed, *(drafts_positions(*sizes, BATCH_TOKENS) for sizes in batched), 0)
-        needed = max(needed, drafts_positions(1, 1, decode_tokens or Sizes().decode))
-    if clients:
-        most = Sizes()
-        longest = prompt_tokens or most.prompt, max(2, decode_tokens or most.decode)
-        needed = max(needed, sum(longest) + 1)
-    max_batch = min(max([1, *batches, *clients]), MAX_BATCH)
-    if context is None and needed > DEFAULT_CONTEXT:
-        context = needed
-    gpu = choose_adapter(device, webgpu, precision)
-    if profile and "timestamp-query" not in gpu.features:
+    """Benchmark a model or a shape. progress is told what runs; loading: as progress of `load`.
+    Raises RequestError and whatever `load` raises."""
+    tests.check(subject.draft)
+    subject.check()
+    if subject.context is None and tests.needed > DEFAULT_CONTEXT:
+        subject = replace(subject, context=tests.needed)
+    gpu = choose_adapter(subject.device, subject.webgpu, subject.precision)
+    if tests.profile and "timestamp-query" not in gpu.features:
         raise RequestError(f"{gpu} has no timestamp queries: leave out --profile.")
+    way = {None: "lookup", OWN_LAYER: "mtp"}.get(subject.draft, "draft")
     opened = open_engine(
-        model,
-        shape,
-        device,
-        context,
-        dtype,
-        kv_dtype,
-        quantize,
-        format,
-        adapter,
-        revision,
-        offline,
-        webgpu=webgpu,
-        precision=precision,
-        needed=needed,
-        max_batch=max_batch,
-        speculate="off"
-        if accept is None
-        else {None: "lookup", OWN_LAYER: "mtp"}.get(draft, "draft"),
-        draft=draft,
-        draft_quantize=draft_quantize,
-        invariant=invariant,
+        subject,
+        needed=tests.needed,
+        max_batch=tests.max_batch,
+        speculate="off" if tests.accept is None else way,
         loading=loading,
     )
-    lora = None if adapter is None else resolve_adapter(str(adapter), offline=True).name
     progress(f"copy bandwidth of {gpu}", 0, 0)
     with Device(gpu) as own:
         bandwidth = copy_bandwidth(own)
-    progress(f"loading {model or shape}", 0, 0)
+    progress(f"loading {subject.model or subject.shape}", 0, 0)
     begin = time.perf_counter()
     with opened as (name, engine):
         load_seconds = time.perf_counter() - begin
-        bench = EngineBench(engine, bandwidth, repeats or 1, progress)
-        sizes = bench.sizes(prompt_tokens, decode_tokens, repeats, max(depths, default=1))
-        bench.repeats = sizes.repeats
-        prefill = bench.prefill(sizes.prompt)
-        cached = []
-        if prefix is not None:
-            cached = [bench.prefill(sizes.prompt, max(1, int(prefix * sizes.prompt)))]
-        greedy, sampled = bench.decode(sizes.decode, 0, GREEDY, SAMPLED)
-        deep = {depth: bench.decode(sizes.decode, depth, GREEDY)[0] for depth in depths}
-        together = [bench.batch(rows, BATCH_TOKENS, depth) for rows, depth in batched]
-        drafted = []
-        if accept is not None:
-            sized = [
-                (1, sizes.decode, 1),
-                *((rows, BATCH_TOKENS, depth) for rows, depth in batched),
-            ]
-            drafted = [bench.drafts(*each, accept, draft_rows) for each in sized]
-        loads = [bench.load(count, sizes.prompt, sizes.decode) for count in clients]
-        progress("host and GPU of a step", 0, 0)
-        submit_seconds, read_seconds = bench.host_seconds()
-        host_seconds = submit_seconds + read_seconds
-        gpu_seconds = bench.gpu_seconds(greedy)
-        profiles = []
-        if profile:
-            profiles = bench.profiles(prefill, {0: greedy, **deep}, host_seconds, batched)
-        c, weights = engine.model.config, engine.weights.values()
-        report = BenchReport(
-            model=name,
-            random_weights=shape is not None,
-            architecture=c.model_type,
-            dtype=quantize or format or _dtypes(weights),
-            kv_dtype=engine.options.kv_dtype,
-            parameters=sum(prod(weight.shape) for weight in weights),
-            weight_bytes=sum(weight.nbytes for weight in weights),
-            context=engine.context,
-            adapter=gpu.name,
-            adapter_kind=gpu.kind,
-            backend=gpu.backend,
-            driver=gpu.driver,
-            versions=versions(gpu.webgpu),
-            commit=commit(),
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
+        bench = EngineBench(engine, bandwidth, tests.repeats or 1, progress)
+        measured = _measured(bench, tests)
+        return BenchReport(
+            **measured,
+            **_about(subject, name, engine),
             copy_bandwidth=bandwidth,
-            rows=(prefill, *cached, greedy, sampled, *deep.values(), *together, *drafted),
-            ttft_seconds=(statistics.fmean(prefill.seconds), deviation(prefill.seconds)),
-            sampled_share=sampled.tps / greedy.tps,
-            host_seconds=host_seconds,
-            peak_bytes=engine.device.memory_stats().peak,
             load_seconds=load_seconds,
-            lora=lora,
-            draft=draft and f"{draft}{f' {draft_quantize}' if draft_quantize else ''}",
-            invariant=invariant,
-            precision=precision,
-            products=engine.runner.products,
-            webgpu=gpu.webgpu,
-            dispatches=len(bench.greedy_step.dispatches),
-            submit_seconds=submit_seconds,
-            gpu_seconds=gpu_seconds,
-            profiles=tuple(profiles),
-            loads=tuple(loads),
+            peak_bytes=engine.device.memory_stats().peak,
         )
-    return report
+
+
+def _measured(bench: EngineBench, tests: BenchTests) -> dict[str, Any]:
+    """Run the tests. Returns the fields of a report that they give."""
+    sizes = bench.sizes(
+        tests.prompt_tokens, tests.decode_tokens, tests.repeats, max(tests.depths, default=1)
+    )
+    bench.repeats = sizes.repeats
+    prefill = bench.prefill(sizes.prompt)
+    cached = []
+    if tests.prefix is not None:
+        cached = [bench.prefill(sizes.prompt, max(1, int(tests.prefix * sizes.prompt)))]
+    greedy, sampled = bench.decode(sizes.decode, 0, GREEDY, SAMPLED)
+    deep = {depth: bench.decode(sizes.decode, depth, GREEDY)[0] for depth in tests.depths}
+    together = [bench.batch(rows, BATCH_TOKENS, depth) for rows, depth in tests.batched]
+    drafted = []
+    if tests.accept is not None:
+        several = ((rows, BATCH_TOKENS, depth) for rows, depth in tests.batched)
+        sized = [(1, sizes.decode, 1), *several]
+        drafted = [bench.drafts(*each, tests.accept, tests.draft_rows) for each in sized]
+    loads = [bench.load(count, sizes.prompt, sizes.decode) for count in tests.clients]
+    bench.progress("host and GPU of a step", 0, 0)
+    submit_seconds, read_seconds = bench.host_seconds()
+    host_seconds = submit_seconds + read_seconds
+    gpu_seconds = bench.gpu_seconds(greedy)
+    profiles = []
+    if tests.profile:
+        profiles = bench.profiles(prefill, {0: greedy, **deep}, host_seconds, tests.batched)
+    return {
+        "rows": (prefill, *cached, greedy, sampled, *deep.values(), *together, *drafted),
+        "ttft_seconds": (statistics.fmean(prefill.seconds), deviation(prefill.seconds)),
+        "sampled_share": sampled.tps / greedy.tps,
+        "host_seconds": host_seconds,
+        "dispatches": len(bench.greedy_step.dispatches),
+        "submit_seconds": submit_seconds,
+        "gpu_seconds": gpu_seconds,
+        "profiles": tuple(profiles),
+        "loads": tuple(loads),
+    }
+
+
+def _about(subject: Subject, name: str, engine: Engine) -> dict[str, Any]:
+    """The fields of a report that say what was measured."""
+    gpu, config, weights = engine.gpu, engine.model.config, engine.weights.values()
+    lora, draft = subject.adapter, subject.draft
+    return {
+        "model": name,
+        "random_weights": subject.shape is not None,
+        "architecture": config.model_type,
+        "dtype": subject.quantize or subject.format or _dtypes(weights),
+        "kv_dtype": engine.options.kv_dtype,
+        "parameters": sum(prod(weight.shape) for weight in weights),
+        "weight_bytes": sum(weight.nbytes for weight in weights),
+        "context": engine.context,
+        "adapter": gpu.name,
+        "adapter_kind": gpu.kind,
+        "backend": gpu.backend,
+        "driver": gpu.driver,
+        "versions": versions(gpu.webgpu),
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "lora": None if lora is None else resolve_adapter(str(lora), offline=True).name,
+        "draft": draft and " ".join(filter(None, (draft, subject.draft_quantize))),
+        "invariant": subject.invariant,
+        "precision": subject.precision,
+        "products": engine.runner.products,
+        "webgpu": gpu.webgpu,
+    }
 
 
 def save(report: BenchReport, path: Path) -> Path:
@@ -284,73 +201,33 @@ def check_writable(path: Path) -> None:
 
 
 def open_engine(
-    model: str | None,
-    shape: str | None,
-    device: str | int | None = None,
-    context: int | None = None,
-    dtype: str | None = None,
-    kv_dtype: str = "f16",
-    quantize: str | None = None,
-    format: str | None = None,
-    adapter: str | Path | None = None,
-    revision: str | None = None,
-    offline: bool = False,
+    subject: Subject,
     *,
-    webgpu: str | None = None,
-    precision: str = "auto",
     needed: int = 2,
     max_batch: int = 1,
     speculate: str = "off",
-    draft: str | None = None,
-    draft_quantize: str | None = None,
-    invariant: bool = False,
     loading: LoadProgress | None = None,
 ) -> AbstractContextManager[tuple[str, Engine]]:
     """Name and engine of a model, or of a shape on random weights; closed at the end of `with`.
 
-    As for `run_bench`. needed: positions that the context must hold, and the cache for each of
-    `max_batch` answers. What can be checked before anything is allocated is checked at once. Raises
-    RequestError, also unless one of model and shape is given, and whatever `load` raises.
+    needed: positions that the context must hold, and the cache for each of `max_batch` answers.
+    speculate, loading: as `speculate` and `progress` of `load`. What can be checked before anything
+    is allocated is checked at once. Raises RequestError, also unless one of model and shape is
+    given, and whatever `load` raises.
     """
-    if model is not None and shape is None and format is None:
-        options = {
-            "device": device,
-            "webgpu": webgpu,
-            "precision": precision,
-            "context": context,
-            "dtype": dtype,
-            "quantize": quantize,
-            "kv_dtype": kv_dtype,
-            "draft": None if draft == OWN_LAYER else draft,
-            "draft_quantize": draft_quantize,
-            "adapter": adapter,
-            "revision": revision,
-            "offline": offline,
-        }
-        _check_model(model, options, needed)
-        room = {"cache_positions": _room(context or DEFAULT_CONTEXT, needed, max_batch)}
+    if subject.model is not None and subject.shape is None and subject.format is None:
+        options = asdict(subject)
+        for name in ("model", "shape", "format"):
+            del options[name]
+        invariant = options.pop("invariant")
+        if subject.draft == OWN_LAYER:
+            options["draft"] = None
+        _check_model(subject.model, options, needed)
+        room = {"cache_positions": _room(subject.context or DEFAULT_CONTEXT, needed, max_batch)}
         own = {"progress": loading, "max_batch": max_batch, "speculate": speculate, "engine": room}
-        own["invariant"] = invariant
-        return _loaded(model, options | own)
-    if shape is not None and model is None:
-        if adapter is not None:
-            raise RequestError(
-                "An adapter belongs to a model, and a shape has random weights. Give the model."
-            )
-        if format is not None and (dtype or quantize):
-            raise RequestError("A format has dtypes of its own: give no other beside it.")
-        stored = weight_dtype(dtype, quantize) or "bf16"
-        check_draft_quantize(draft_quantize, draft)
-        drafts = None
-        if draft is not None:
-            smaller = _own_layer(shape) if draft == OWN_LAYER else build_model(shape_config(draft))
-            plan = plan_random(smaller.weights(), draft_quantize or stored).joined()
-            drafts = Draft(draft, smaller, plan)
-        sizes = needed, max_batch, speculate, invariant
-        gpu = choose_adapter(device, webgpu, precision)
-        if gpu.kind == "software":
-            warn(software_note(gpu))
-        return _random(shape, gpu, context, stored, kv_dtype, format, *sizes, drafts)
+        return _loaded(subject.model, options | own | {"invariant": invariant})
+    if subject.shape is not None and subject.model is None:
+        return _random(subject, needed, max_batch, speculate)
     raise RequestError(
         "Give either a model or a shape (infer bench demo, infer bench --shape llama-3.2-1b); a "
         "format is for a shape."
@@ -403,24 +280,27 @@ def _check_model(model: str, options: dict[str, Any], needed: int) -> None:
 
 
 def _random(
-    shape: str,
-    gpu: AdapterInfo,
-    context: int | None,
-    dtype: str,
-    kv_dtype: str,
-    format: str | None,
-    needed: int,
-    max_batch: int,
-    speculate: str,
-    invariant: bool,
-    draft: Draft | None,
+    subject: Subject, needed: int, max_batch: int, speculate: str
 ) -> AbstractContextManager[tuple[str, Engine]]:
-    """Name and engine of a shape with random weights."""
+    """Name and engine of a shape with random weights. As `open_engine`."""
+    shape, format, context = subject.shape, subject.format, subject.context
+    assert shape is not None
+    if subject.adapter is not None:
+        raise RequestError(
+            "An adapter belongs to a model, and a shape has random weights. Give the model."
+        )
+    if format is not None and (subject.dtype or subject.quantize):
+        raise RequestError("A format has dtypes of its own: give no other beside it.")
+    stored = weight_dtype(subject.dtype, subject.quantize) or "bf16"
+    draft = _draft(subject, shape, stored)
+    gpu = choose_adapter(subject.device, subject.webgpu, subject.precision)
+    if gpu.kind == "software":
+        warn(software_note(gpu))
     model = build_model(shape_config(shape))
     if format not in (None, *PUBLISHED):
         raise RequestError(f"A format is one of {', '.join(PUBLISHED)}, not {format!r}.")
     published = None if format is None else PUBLISHED[format]
-    plan = plan_random(model.weights(), dtype, published).joined()
+    plan = plan_random(model.weights(), stored, published).joined()
     positions = checked_context(model, shape, context, gpu, draft, most=DEFAULT_CONTEXT)
     if max_batch > 1 and context is None:
         positions = min(positions, max(needed, _CONTEXT))
@@ -429,14 +309,27 @@ def _random(
             context=positions,
             max_batch=max_batch,
             cache_positions=_room(positions, needed, max_batch),
-            kv_dtype=kv_dtype,
+            kv_dtype=subject.kv_dtype,
             speculate=speculate,
-            invariant=invariant,
+            invariant=subject.invariant,
         ),
         may_shrink=("context",) if context is None and max_batch == 1 else (),
     )
     _check_positions(options.context, needed)
     return _on_random(shape, model, plan, gpu, options, draft)
+
+
+def _draft(subject: Subject, shape: str, stored: str) -> Draft | None:
+    """The draft model of a shape with random weights. stored: the dtype of the shape's weights."""
+    check_draft_quantize(subject.draft_quantize, subject.draft)
+    if subject.draft is None:
+        return None
+    if subject.draft == OWN_LAYER:
+        smaller = _own_layer(shape)
+    else:
+        smaller = build_model(shape_config(subject.draft))
+    plan = plan_random(smaller.weights(), subject.draft_quantize or stored).joined()
+    return Draft(subject.draft, smaller, plan)
 
 
 @contextmanager

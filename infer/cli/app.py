@@ -1001,6 +1001,7 @@ def bench(
         batches, at_once = parse_counts(batch, "--batch"), parse_counts(clients, "--clients")
 
         from infer.bench import run as benchmark
+        from infer.bench.options import BenchTests, Subject
         from infer.bench.report import format_report
 
         if path is not None:
@@ -1018,32 +1019,36 @@ def bench(
 
         with warnings_as_notes(False), ProgressLine() as line:
             result = benchmark.run_bench(
-                model,
-                shape,
-                device=device,
-                webgpu=webgpu,
-                precision=precision,
-                context=context,
-                dtype=dtype,
-                quantize=quantize,
-                format=format,
-                kv_dtype=kv_dtype,
-                adapter=adapter,
-                revision=revision,
-                offline=offline,
-                invariant=invariant,
-                prompt_tokens=prompt_tokens,
-                prefix=prefix,
-                decode_tokens=decode_tokens,
-                depths=depths,
-                batches=batches,
-                clients=at_once,
-                accept=accept,
-                draft_rows=draft_rows,
-                draft=draft,
-                draft_quantize=draft_quantize,
-                repeats=repeats,
-                profile=profile,
+                Subject(
+                    model=model,
+                    shape=shape,
+                    format=format,
+                    device=device,
+                    webgpu=webgpu,
+                    precision=precision,
+                    context=context,
+                    dtype=dtype,
+                    quantize=quantize,
+                    kv_dtype=kv_dtype,
+                    invariant=invariant,
+                    adapter=adapter,
+                    revision=revision,
+                    offline=offline,
+                    draft=draft,
+                    draft_quantize=draft_quantize,
+                ),
+                BenchTests(
+                    prompt_tokens=prompt_tokens,
+                    prefix=prefix,
+                    decode_tokens=decode_tokens,
+                    depths=depths,
+                    batches=batches,
+                    clients=at_once,
+                    accept=accept,
+                    draft_rows=draft_rows,
+                    repeats=repeats,
+                    profile=profile,
+                ),
                 progress=say,
                 loading=line.loading,
             )

@@ -25,11 +25,11 @@ from infer.sampling import Logprobs, NumpySampler, logprobs
 
 
 class Job:
-    """What a sequence is computed for.
+    """A piece of work that a sequence is computed for: an answer, or a text that is only read.
 
-    cancelled: it ends before the next step. error: what ended it. guess: how an answer goes on, if
-    tokens may be drafted. is_masked: whether the GPU chooses its tokens among those that the host
-    allows. reads_logits: whether the logits of its tokens are read back.
+    cancelled: it ends before the next step. error: the error that ended it. guess: the tokens that
+    may come next, if tokens are drafted for it. is_masked: the GPU chooses its tokens among those
+    that the host allows. reads_logits: the logits of its tokens are read back.
     """
 
     prompt: Prompt
@@ -48,7 +48,7 @@ class Job:
         return int(self.sequence.group)
 
     def mend(self) -> None:
-        """Complete what an interrupt may have cut in half."""
+        """Complete a change of the job that an interrupt may have cut in half."""
 
 
 class Answer(Job, TokenAnswer):
@@ -98,11 +98,12 @@ class Answer(Job, TokenAnswer):
 
     @property
     def is_over(self) -> bool:
-        """Whether its last token has come."""
+        """Whether the last token of the answer has come."""
         return self.count >= self.limit or self.newest in self.stop_ids
 
     def time(self, now: float) -> None:
-        """A token has come; which is not counted yet."""
+        """Note the time of a token that has come but is not counted yet. now: of
+        time.perf_counter()."""
         timings, sequence = self.timings, self.sequence
         if not self.count:
             timings.prefill_seconds = now - self.begun
@@ -206,7 +207,8 @@ class Jobs:
         )
 
     def key(self, ids: Sequence[int], adapter: str | None, cache_salt: str | None) -> Hashable:
-        """What keys and values of a prompt depend on besides its tokens."""
+        """Returns the part of a prompt's cache key that is not its tokens: LoRA adapter, salt, and
+        the length that selects the rotary table."""
         return adapter, cache_salt, table_length(self._rope, len(ids))
 
     def _begin_part(self, answer: Answer) -> None:
@@ -337,7 +339,8 @@ class Jobs:
         return True
 
     def reset(self) -> None:
-        """Those that have not ended go on from their known tokens, with nothing on the GPU."""
+        """Restart all jobs that have not ended from the tokens that are known, as the GPU holds
+        nothing of them any more."""
         for sequence, job in list(self.of.items()):
             if isinstance(job, Answer) and job.sequence is sequence:
                 job.mend()
@@ -350,7 +353,8 @@ class Jobs:
         self._scheduler.reset(self.of)
 
     def wanted(self, sequences: Sequence[scheduler.Sequence]) -> int:
-        """How many of them somebody still waits for: what is cancelled ends at the next step."""
+        """Returns for how many of these sequences somebody still waits. Cancelled jobs do not
+        count: they end at the next step."""
         jobs = [self.of.get(sequence) for sequence in sequences]
         return sum(not (job is None or job.cancelled or job.ended) for job in jobs)
 

@@ -126,7 +126,7 @@ class Caches:
 
     @property
     def positions(self) -> int:
-        """How many positions of a sequence there are pages for now, at most the context."""
+        """How many positions of one sequence the cache has pages for now, at most the context."""
         return min(self.context, self.kv.n_pages * PAGE)
 
     def grow(self, n_pages: int, length: int, window_pages: int = 0) -> None:

@@ -139,7 +139,7 @@ class Decoding:
 
     @property
     def is_held(self) -> bool:
-        """Whether the head of the step submitted last is not."""
+        """Whether the last step was submitted without its head."""
         return self._held is not None
 
     def submit(self, batch: Batch, longest: int) -> list[Answer]:

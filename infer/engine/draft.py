@@ -219,7 +219,8 @@ class DraftModel(ModelDrafter):
             queue.submit(recording, len(rows), longest, ())
 
     def has(self, sequence: scheduler.Sequence, end: int) -> None:
-        """Its positions up to `end` are cached, or will be once what is submitted has run."""
+        """Note that the positions of a sequence up to `end` are cached, or will be when the
+        submitted steps have run."""
         for i in range(sequence.followed // PAGE, -(-end // PAGE)):
             page = sequence.pages[i]
             self._filled[page] = max(self._filled[page], min(PAGE, end - i * PAGE))

@@ -76,8 +76,8 @@ class Drafter:
         """Compute the positions that are missing, of several sequences in one step."""
 
     def accepted(self, sequence: scheduler.Sequence, drafted: int, right: int) -> None:
-        """So many drafts of a round were right; the round began at the last of the sequence's
-        `computed` positions."""
+        """Note how many of a sequence's drafts in a round were right. The round began at the last
+        of the sequence's `computed` positions."""
 
     # Rounds
 

@@ -91,11 +91,11 @@ class Engine(TokenEngine):
         return answer
 
     def begin(self, job: Job) -> None:
-        """Queue it. Whoever waits computes it."""
+        """Queue a job. The threads that wait for tokens compute it."""
         self._inbox.append(job)
 
     def cancel(self, job: Job) -> None:
-        """Safe at any time, in any thread, and twice."""
+        """End a job early. It may be called at any time, in any thread, and twice."""
         if not (job.ended or job.cancelled):
             job.cancelled = True
             self._inbox.append(job)

@@ -151,7 +151,7 @@ class Kinds:
 
     @property
     def first(self) -> list[Kind]:
-        """What one answer needs, drafts included."""
+        """The kinds of step that one answer needs, those with drafts included."""
         few = [self.drafts(rows) for rows in self.draft_rows if rows <= MAX_VEC_ROWS]
         return [*self.alone, *few]
 
@@ -165,7 +165,7 @@ class Kinds:
 
     @property
     def of_company(self) -> list[Kind]:
-        """What answers need that are computed together."""
+        """The kinds of step that answers need when several are computed together."""
         batches = [self._kind(rows, batch=True) for rows in self.batches]
         drafts = map(self.drafts, self.draft_rows)
         return list(dict.fromkeys([*batches, *self.packed, *drafts]))

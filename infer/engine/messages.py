@@ -73,7 +73,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Begin:
-    """Begins an answer, without its constraint: the engine's process makes it from the params."""
+    """The message that begins an answer. The request is without its constraint, which the engine's
+    process makes from the sampling parameters."""
 
     key: int
     request: Request

@@ -84,7 +84,7 @@ class Pace:
         return self.row_seconds + position * self.attention_seconds
 
     def _is_far(self, rows: int, position: int) -> bool:
-        """Whether the positions before the rows make a step take half as long again."""
+        """Whether a step takes half as long again because of the positions before its rows."""
         return self.seconds(rows, position) > 1.5 * self.seconds(rows, 0)
 
     def rows(self, position: int = 0) -> int:
@@ -116,8 +116,9 @@ class Pace:
         return max(1, rows // TILE_ROWS) * TILE_ROWS
 
     def filled(self, most: int, rows: int) -> int:
-        """How many of these rows, of several prompts, the next step takes: all, or as many as fill
-        a smaller kind, if the rest by itself takes less time than the larger kind's empty rows."""
+        """Returns how many rows of several prompts the next step takes: all of `rows`, or as many
+        as fill a smaller kind of step, if computing the rest in a step of its own takes less time
+        than the empty rows of the larger kind."""
         kind = next((kind for kind in self.kinds if kind >= rows), 0)
         smaller = max((n for n in self.kinds if n < kind), default=0)
         if not (self.known and smaller and rows < most):
@@ -134,7 +135,8 @@ class Pace:
         return lambda position: self.filled(most(position), shared)
 
     def submissions(self, rows: int, position: int = 0) -> int:
-        """How many submissions a step of so many rows that start at a position is cut into."""
+        """Returns into how many submissions a step is cut that has so many rows and starts at a
+        position."""
         if not self.known:
             return self.layers
         pieces = math.ceil(self.seconds(rows, position) / SUBMISSION_SECONDS)

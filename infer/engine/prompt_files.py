@@ -57,7 +57,7 @@ class PromptFiles:
         adapter: str | None,
         cache_salt: str | None,
     ) -> Generator[int, None, None]:
-        """As `TokenEngine.save_cache`."""
+        """Save a prompt in a file, as `TokenEngine.save_cache` says."""
         once = SamplingParams(max_tokens=1).resolved({})
         for _ in engine.answer(
             Request(Prompt.of(ids), once, adapter=adapter, cache_salt=cache_salt)
@@ -71,7 +71,7 @@ class PromptFiles:
     def load(
         self, engine: CachingEngine, path: str, adapter: str | None, cache_salt: str | None
     ) -> Generator[int, None, None]:
-        """As `TokenEngine.load_cache`."""
+        """Load a prompt from a file, as `TokenEngine.load_cache` says."""
         prompt = self._files.read(Path(path), adapter)
         ids: list[int] = prompt.tokens.tolist()
         if not self._tier.takes(prompt):

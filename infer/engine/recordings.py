@@ -13,10 +13,10 @@ from infer.kernels.state.sampler import Sampler, SamplerChain
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recording dispatches. chain: the sampling at its end, if there is any. body, head: the
-    parts of the step that it has; the head computes the logits. joins: the step first takes its
-    rows from the table of sequences. drafts: whether rows may hold drafted tokens, and whether the
-    host knows these."""
+    """The parts that a recording has. kind: of the step. chain: the sampling at its end, if there
+    is any. body, head: the parts of the step; the head computes the logits. joins: the step first
+    takes its rows from the table of sequences. drafts: whether rows may hold drafted tokens, and
+    whether the host knows them."""
 
     kind: Kind
     chain: SamplerChain | None = None
@@ -35,14 +35,14 @@ class Recordings:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """How many recordings there are."""
         return len(self._made)
 
     def forget(self) -> None:
-        """They do not depend on what the GPU has of sequences."""
+        """Do nothing: recordings do not depend on what the GPU has of sequences."""
 
     def drop(self) -> None:
-        """Make all of them anew, when they are next needed."""
+        """Forget all recordings. Each is made anew when it is next needed."""
         self._made.clear()
 
     def of(self, recipe: Recipe) -> Recording:

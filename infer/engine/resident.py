@@ -35,7 +35,7 @@ class Resident:
         self._rows: tuple[int, ...] | None = None  # slots of the rows of the next step
 
     def drop(self) -> None:
-        """Nothing is recorded here."""
+        """Do nothing: this object records no steps."""
 
     def begin(
         self,
@@ -101,7 +101,7 @@ class Resident:
             queue.drop(recorded)
 
     def has(self, slots: tuple[int, ...]) -> bool:
-        """Whether the step before has left the rows of just these slots in place."""
+        """Whether the step before has left exactly the rows of these slots in the step buffer."""
         return slots == self._rows
 
     def take(self, slots: tuple[int, ...]) -> bool:

@@ -36,10 +36,10 @@ _DRAFTED = 4  # rows for each of many sequences, with a draft model
 
 
 class Holder(Protocol):
-    """What keeps an account of what the GPU has, or what is recorded for it."""
+    """An object that keeps an account of what the GPU has, or of what is recorded for it."""
 
     def forget(self) -> None:
-        """Assume nothing about what the GPU has of sequences, and send nothing recorded."""
+        """Assume nothing about what the GPU has of sequences."""
 
     def drop(self) -> None:
         """Drop what is recorded, as the buffers that it uses are about to be replaced."""
@@ -145,8 +145,8 @@ class Runner:
         self.steps.compile(progress, *self.drafter.steps)
 
     def weights_are_read(self) -> None:
-        """To be called when the weights are there, after `compile`. Only then it is known which of
-        them have `row_scales`: where some do, steps are lowered and compiled once more."""
+        """Lower and compile all steps once more if some weights have `row_scales`, which is known
+        only when all weights are read. Call it after `compile`."""
         multiplied = self.own.adapters.multiplied
         if any(weight.row_scales for weight in (*self.own.weights.values(), *multiplied)):
             for steps in (self.steps, *self.drafter.steps):
@@ -211,8 +211,8 @@ class Runner:
             holder.forget()
 
     def lacks(self, pages: tuple[int, int]) -> bool:
-        """Whether there is not memory for so many pages of most layers, and of those with a
-        window."""
+        """Whether there is too little memory for these numbers of pages: of most layers, and of
+        layers with a window."""
         return pages[0] > self.room[0] or pages[1] > self.room[1]
 
     def grow(self, least: tuple[int, int]) -> None:
@@ -240,8 +240,9 @@ class Runner:
         self.resident.give_pages(0, range(count), of_windows)
 
     def takes(self, pages: Sequence[int], touched: tuple[int, int]) -> bool:
-        """Whether there is memory for these pages, which hold something else from here on. touched:
-        how many there has to be memory for in all."""
+        """Have memory for the pages that are touched, and forget what a draft model has in `pages`,
+        which are about to hold something else. touched: numbers of pages, as of `room`. Returns
+        False where there is no memory."""
         try:
             if self.lacks(touched):
                 self.grow(touched)

@@ -100,7 +100,7 @@ class Sequence:
         self.admitted = 0.0
 
     def forget(self) -> None:
-        """It keeps its tokens, and has nothing on the GPU any more."""
+        """Keep the tokens of the sequence, and forget everything that the GPU had of it."""
         self.pages, self.slot, self.saves = [], None, []
         self.window_pages, self.first_window = [], 0
         self.computed = self.settled = self.stored = self.in_flight = self.drafted = 0
@@ -157,13 +157,15 @@ class Decode:
 
 
 class Events:
-    """What an engine tells of its steps, to whoever overrides these."""
+    """Methods that an engine calls at each step. They do nothing: override them to watch an engine.
+    """
 
     def submits(self, work: Ids[Prefill] | Decode) -> None:
-        """A step is submitted next."""
+        """Called before a step is submitted."""
 
     def filled(self) -> None:
-        """All that can be submitted is; the oldest step in flight is read next."""
+        """Called when everything that can be submitted is, before the oldest step in flight is
+        read."""
 
 
 class Scheduler:
@@ -213,7 +215,7 @@ class Scheduler:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether some sequence has to be prefilled before it can go on."""
+        """Whether any sequence waits for its prompt to be computed."""
         return bool(self.waiting or self.prefilling)
 
     @property
@@ -273,7 +275,8 @@ class Scheduler:
             self._store(sequence, min(sequence.computed, len(sequence.tokens)))
 
     def accept(self, sequence: Sequence, count: int) -> None:
-        """So many of its drafts were right; they are to be `read` after the token in flight."""
+        """Note how many of a sequence's drafts were right. Their tokens are to be `read` after the
+        token in flight."""
         sequence.drafted = 0
         sequence.in_flight += count
         if sequence.state == "running":
@@ -410,11 +413,13 @@ class Scheduler:
         return [*short[:1], first]
 
     def _is_short(self, sequence: Sequence) -> bool:
-        """Whether its rest fits into a chunk, as large as one without answers beside it."""
+        """Whether the rest of a prompt fits into one chunk of the size that it has without answers
+        beside it."""
         return sequence.rest <= min(self.chunk, sequence.chunk)
 
     def _is_behind(self, sequence: Sequence) -> bool:
-        """Whether it waits for what another prompt is about to compute for both."""
+        """Whether a sequence waits for positions that another prompt, which begins alike, is about
+        to compute."""
         return (
             sequence.state == "waiting"
             and sequence.shares
@@ -579,7 +584,7 @@ class Scheduler:
     # Pages of layers with a window
 
     def _give_windows(self, sequence: Sequence, match: Match) -> None:
-        """Those of a match that it begins with, and one that another is copied to."""
+        """Give a sequence the pages with a window of its match, and a page to copy another to."""
         sequence.window_pages, sequence.window_copy = [], None
         sequence.first_window = len(match.pages) - len(match.windows)
         sequence.parted = match.cached
@@ -649,7 +654,7 @@ class Scheduler:
 
 
 def _fits(sequence: Sequence, others: Ids[Prefill]) -> bool:
-    """Whether its prompt may share a step with theirs."""
+    """Whether the prompt of a sequence may share a step with the prompts of others."""
     return all(
         sequence.group == chunk.sequence.group and sequence.limit and chunk.sequence.limit
         for chunk in others[:1]

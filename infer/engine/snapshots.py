@@ -176,7 +176,7 @@ class Snapshots:
 
 
 def _is_below(snapshot: Snapshot, other: Snapshot) -> bool:
-    """Whether the one goes on from where the other is."""
+    """Whether the text of one snapshot continues that of the other."""
     page = snapshot.page
     if page is other.page:
         return snapshot.offset > other.offset

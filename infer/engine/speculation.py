@@ -209,7 +209,7 @@ class Guess:
         return held.allowed(tokens, self._ids) if len(self._ids) > self.certain else self._ids
 
     def verified(self, drafted: int, right: int) -> None:
-        """So many of the drafted tokens were right; they are taken next."""
+        """Note how many of the drafted tokens were right. These tokens are taken next."""
 
     @property
     def chances(self) -> list[float]:
@@ -277,12 +277,13 @@ class Speculation:
         self.model_steps = 0  # steps that a draft model makes for the latest counts
 
     def guess(self, held: Held | None = None) -> Guess | None:
-        """That of an answer that begins; None: nothing will be drafted for it."""
+        """Returns the guess of an answer that begins; None if nothing will be drafted for it."""
         return Guess(self._drafter(), held)
 
     def counts(self, guesses: Sequence[Guess | None]) -> list[int]:
-        """How many ids of each guess the next step verifies. guesses: of its sequences; None if one
-        gets no drafts. The tokens most likely right come first, whichever sequence they are of."""
+        """Returns how many ids of each guess the next step verifies. guesses: one for each sequence
+        of the step, None for a sequence without drafts. The tokens most likely right come first,
+        whichever sequence they are of."""
         n = len(guesses)
         counts = [0] * n
         most = self.kinds[-1]
@@ -398,7 +399,7 @@ class ModelSpeculation(Speculation):
         return counts
 
     def depth(self, most: int) -> int:
-        """How many tokens are drafted if nothing is measured."""
+        """Returns how many tokens are drafted if nothing is measured. most: there is room for."""
         return min(_DEPTH, most)
 
     def _best_depth(
@@ -434,8 +435,8 @@ class ModelSpeculation(Speculation):
 
 
 class _Seconds:
-    """How long a kind of step takes: the median of the last ones. The very first is left out, as it
-    may have compiled something."""
+    """The time that a kind of step takes, in seconds: the median of the last few steps. The very
+    first step is left out, as it may have compiled something."""
 
     def __init__(self, memory: int) -> None:
         """memory: after so many steps of all kinds it is forgotten."""

@@ -109,7 +109,7 @@ class Steps:
         self._plans: dict[Kind, DispatchPlan] = {}
 
     def _beside(self, own: Loaded, predictor: Loaded | None) -> tuple[Value, ...]:
-        """What steps compute besides the logits."""
+        """Returns the values that steps compute besides the logits."""
         caches = self.caches
         if predictor is not None:
             behind = predictor.model
@@ -164,7 +164,7 @@ class Steps:
 
     @property
     def _ways(self) -> tuple[bool, ...]:
-        """Whether rows have LoRA adapters of their own: both, if any adapter has a name."""
+        """The values of `Kind.by_row` that steps have: both, if any LoRA adapter has a name."""
         return (False, True) if self.adapters.names else (False,)
 
     def _lower(self, kind: Kind) -> Lowering:
@@ -214,7 +214,8 @@ class Steps:
             self.plan(kind)
 
     def plan(self, kind: Kind) -> DispatchPlan:
-        """Made, and compiled where it is not yet, when it is first needed."""
+        """Returns the dispatches of a kind of step. They are placed, and compiled if they are not
+        yet, when first asked for."""
         if kind not in self._plans:
             self._plans[kind] = self._lowered(kind).place(self.arena)
         return self._plans[kind]
@@ -239,7 +240,8 @@ def _check_projections(
 
 
 def _widest(values: Iterable[Value], target: Target) -> int:
-    """How many values the widest thing has that is written for every row of a step."""
+    """Returns the number of values of the widest activation that is written for every row of a
+    step."""
     widest = 0
     for value in values:
         if value.of_logits:  # of one row

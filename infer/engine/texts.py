@@ -104,16 +104,16 @@ class TextEngine(Protocol):
     """The methods that texts call of the engine that computes them."""
 
     def begin(self, text: Text) -> None:
-        """Queue it. Whoever waits computes it."""
+        """Queue a text. The threads that wait compute it."""
 
     def cancel(self, text: Text) -> None:
-        """Safe at any time, in any thread, and twice."""
+        """End a text early. It may be called at any time, in any thread, and twice."""
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Until `ready`, which is asked between steps."""
+        """Wait until `ready`, which is asked between steps."""
 
     def turn(self) -> AbstractContextManager[None]:
-        """In it, this thread alone makes steps."""
+        """Return a block in which only this thread makes steps."""
 
 
 class Texts:
@@ -150,10 +150,10 @@ class Texts:
         return wanted, self._recording(scored, is_ranked=False)
 
     def forget(self) -> None:
-        """It knows nothing of what the GPU has."""
+        """Do nothing: this object keeps no account of what the GPU has."""
 
     def drop(self) -> None:
-        """Make the recordings anew, when they are next needed."""
+        """Forget the recordings. Each is made anew when it is next needed."""
         self._scored.clear()
 
     def _recording(self, kind: Kind, *, is_ranked: bool) -> Recording:
@@ -172,7 +172,8 @@ class Texts:
         return Sampler(steps.device, vocab_size, steps.scored, steps.step, max_rows=rows)
 
     def _make(self, kinds: Iterable[Kind], adapter: str | None, engine: TextEngine) -> None:
-        """Beforehand: what fails here fails for nobody else."""
+        """Make the plans of some kinds of step before a text needs them, so that a failure ends
+        this call and no other."""
         missing = {kind.with_adapters(adapter is not None) for kind in kinds} - self._made
         if missing:
             with engine.turn():
@@ -259,7 +260,8 @@ class Texts:
 
 
 def _pooled(text: Embedding, engine: TextEngine) -> NDArray[np.float64]:
-    """Waited for. Raises its error, and ModelError for what is not finite."""
+    """Wait for a text that is embedded, and return its pooled hidden states. Raises the error that
+    ended it, and ModelError for values that are not finite."""
     engine.wait(lambda: text.ended)
     if text.error is not None:
         raise text.error

@@ -37,12 +37,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Request:
-    """What an answer is to be. params: `resolved`. stop_ids: tokens that end it. with_logits: the
-    logits of every step are read back, too. logits_processor: with it numpy chooses the tokens.
-    constraint: the one that params ask for. adapter: one of the engine's `adapter_names`.
-    cache_salt: what is cached is found by those alone who give the same. priority: lower ones begin
-    first. generated: tokens after the prompt that are there already; what comes is what would have
-    come after them."""
+    """What is asked of an engine: an answer to a prompt.
+
+    params: `resolved`. stop_ids: tokens that end the answer. with_logits: the logits of every step
+    are read back, too. logits_processor: with it numpy chooses the tokens. constraint: the one that
+    params ask for. adapter: one of the engine's `adapter_names`. cache_salt: what is cached is
+    found only by requests with the same salt. priority: requests with lower ones begin first.
+    generated: tokens after the prompt that are there already; the answer continues after them.
+    """
 
     prompt: Prompt
     params: SamplingParams
@@ -91,7 +93,8 @@ class EngineStats:
     host_cache: HostCacheStats | None = None
 
     def continuing(self, ended: EngineStats) -> EngineStats:
-        """With the counts of an engine that has ended, which this one goes on for, added."""
+        """Returns these statistics with the counts of an earlier engine added, which this one has
+        replaced."""
         cache = replace(
             self.cache,
             hits=self.cache.hits + ended.cache.hits,
@@ -130,12 +133,13 @@ class TokenAnswer(Iterator[Step]):
         return step
 
     def close(self) -> None:
-        """Safe at any time, in any thread, in a signal handler, and twice."""
+        """End the answer early. It may be called at any time, in any thread, in a signal handler,
+        and twice."""
         self.engine.cancel(self)
 
     @property
     def is_ready(self) -> bool:
-        """Whether its next step, or its end, is there without waiting."""
+        """Whether the next step of the answer, or its end, is there without waiting."""
         known = bool(self.steps) or self.error is not None or self.ended or self.cancelled
         return known or self.is_late
 
@@ -169,7 +173,7 @@ class TokenEngine(ABC):
 
     @property
     def restarts(self) -> bool:
-        """Whether its process has ended, and the next one is not ready yet."""
+        """Whether the engine's process has ended and the next one is not ready yet."""
         return False
 
     def check_prompt(self, prompt_ids: Sequence[int], room: int = 1) -> None:
@@ -260,7 +264,7 @@ class TokenEngine(ABC):
 
     @abstractmethod
     def cancel(self, answer: Any) -> None:
-        """Safe at any time, in any thread, and twice."""
+        """End an answer early. It may be called at any time, in any thread, and twice."""
 
     @abstractmethod
     def wait(self, ready: Callable[[], bool]) -> None:

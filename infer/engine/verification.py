@@ -155,8 +155,8 @@ class Verification:
         )
 
     def takes(self, work: Decode, batch: Batch) -> bool:
-        """Whether the next step is one with drafts: because it has some, because states lack rows
-        of the one before, or because it is recorded already."""
+        """Whether the next step is submitted here: because it has drafts, because states lack rows
+        of the step before, or because it is recorded already."""
         if not work.drafts and self._runner.drafter.steps:
             self.drop()  # nothing is drafted in this step
         prepared = self._prepared
