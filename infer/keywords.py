@@ -62,7 +62,7 @@ class LoadOptions(TypedDict, total=False):
 # All that `load` takes by name.
 LOAD_NAMES = (
     *LoadOptions.__optional_keys__,
-    *("adapter", "adapters", "isolate", "settings", "engine"),
+    *("adapter", "adapters", "isolate", "host_memory", "settings", "engine"),
 )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from infer.calls import check_names, checked, warn
 from infer.embedding import EmbeddingConfig, read_embedding_config
 from infer.engine.engine import Engine
+from infer.engine.host_memory import HostMemory
 from infer.engine.isolated import WorkerEngine
 from infer.engine.options import EngineOptions
 from infer.engine.steps import Loaded
@@ -74,6 +75,7 @@ def load(
     revision: str | None = None,
     offline: bool = False,
     isolate: bool = False,
+    host_memory: HostMemory | None = None,
     progress: bool | Progress | None = None,
     settings: Settings | None = None,
     engine: Mapping[str, Any] | None = None,
@@ -100,8 +102,8 @@ def load(
         or as a text such as "1GiB" or "500MB". None: one context, and 1,024 positions for each
         further answer.
     host_cache: bytes of host memory, in the same forms, for what the cache on the GPU has no room
-        for: prompts go on from there where that is faster than computing. Layers with a window then
-        keep all positions. None: none.
+        for: prompts go on from there where that is faster than computing. With `isolate` it
+        outlives the process of the engine. None: none.
     invariant: on one device an answer is the same to the last bit, alone or among others, whoever
         comes and goes, and whatever the cache holds. Slower, prefill above all.
     speculate: draft tokens and verify several in one step; only the speed changes. "lookup" drafts
@@ -121,6 +123,8 @@ def load(
     revision, offline: see `infer.hub.resolve`.
     isolate: use the GPU in a process of its own. If that ends, by a lost GPU or exhausted memory,
         it is started again and goes on with the answers that it had.
+    host_memory: memory in place of `host_cache` that several models share, and that outlives them:
+        infer.engine.host_memory.HostMemory(bytes).
     progress: whether a line on standard error shows the progress. None: in a terminal or a notebook
         only. Or a function, called with "download", bytes that came, and bytes of all files begun;
         with "weights", bytes read, and all bytes; meanwhile and afterwards with "kernels", how many
@@ -143,6 +147,11 @@ def load(
     check_draft_quantize(draft_quantize, draft)
     _check_choice("kv_dtype", kv_dtype, KV_DTYPES)
     check_precision(precision)
+    host_bytes = _memory("host_cache", host_cache)
+    if host_memory is not None:
+        if host_bytes is not None:
+            raise RequestError("Give either `host_cache` or `host_memory`.")
+        host_bytes = host_memory.capacity
     template = None if chat_template is None else own_template(chat_template)
     with ProgressLine(False if callable(progress) else progress) as line:
         report = progress if callable(progress) else line.loading
@@ -162,7 +171,7 @@ def load(
                 "kv_dtype": kv_dtype,
                 "max_batch": max_batch,
                 "cache_memory": cache_memory,
-                "host_cache": host_cache,
+                "host_cache": host_bytes,
                 "invariant": invariant,
                 "speculate": speculate,
                 "draft_quantize": draft_quantize,
@@ -175,7 +184,7 @@ def load(
             asked["adapter"] = None if one is None else one.path.absolute()
             paths = {name: found.path.absolute() for name, found in several.items()}
             asked["adapters"] = paths or None
-            return _isolated(resolved, asked, template, report)
+            return _isolated(resolved, asked, template, report, host_memory)
         always, named = open_adapters(adapter, adapters, offline, fetched)
         gpu = choose_adapter(device, webgpu, precision)
         if gpu.kind == "software":
@@ -188,13 +197,12 @@ def load(
             files = replace(files, draft=open_draft(drafted, converted, draft_quantize, *of))
         usual = _SOFTWARE_BATCH if gpu.kind == "software" else _BATCH
         more = dict(engine or {})
-        host_bytes = _memory("host_cache", host_cache) or 0
         positions, held = more.get("cache_positions"), _memory("cache_memory", cache_memory)
         if positions is None and held is not None:
             counted = EngineOptions(
                 context=files.model.config.max_position_embeddings,
                 max_batch=usual if max_batch is None else max_batch,
-                host_cache=host_bytes,
+                host_cache=host_bytes or 0,
                 kv_dtype=kv_dtype,
                 prefill_chunk=more.get("prefill_chunk", EngineOptions.prefill_chunk),
             )
@@ -205,7 +213,7 @@ def load(
             "context": checked_context(*of_model, most=positions),
             "max_batch": usual if max_batch is None else max_batch,
             "cache_positions": positions,
-            "host_cache": host_bytes,
+            "host_cache": host_bytes or 0,
             "kv_dtype": kv_dtype,
             "invariant": invariant,
             "speculate": way,
@@ -213,7 +221,11 @@ def load(
         options = EngineOptions(**asked | more)
         own = tuple(n for n, v in (("context", context), ("max_batch", max_batch)) if v is None)
         fill = partial(files.fill, options, may_shrink=own)
-        return _Thread(partial(Device, gpu, settings), fill).result(report)
+        llm = _Thread(partial(Device, gpu, settings), fill).result(report)
+        if host_memory is not None:
+            llm.engine.share(host_memory)
+            llm.engine.restoring.is_outlived = True
+        return llm
 
 
 def way_to_speculate(speculate: str | None, draft: str | Path | None) -> str:
@@ -290,11 +302,15 @@ _ENGINE_NAMES = {option.name for option in fields(EngineOptions)} - set(LOAD_NAM
 
 
 def _isolated(
-    resolved: ResolvedModel, options: Mapping[str, Any], template: str | None, progress: Progress
+    resolved: ResolvedModel,
+    options: Mapping[str, Any],
+    template: str | None,
+    progress: Progress,
+    memory: HostMemory | None,
 ) -> LLM:
     """An LLM whose engine is in a process of its own, which sees token ids alone."""
     path = resolved.path.absolute()  # whatever folder is the current one at a restart
-    engine = WorkerEngine(path, options)
+    engine = WorkerEngine(path, options, memory)
     try:
         tokenizer = open_tokenizer(path, template)  # meanwhile
         embedding = read_embedding_config(path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from engines import build_engine
-from reference_models import load
+from reference_models import load, write_with_window
 
 from infer.engine.answers import Answer
 from infer.engine.engine import Engine
@@ -81,10 +81,14 @@ class Agents:
 
 
 def agents_of(
-    case: str, device: Device, folder: Path, slots: int, **options: Any
+    case: str, device: Device, folder: Path, slots: int, window: int = 0, **options: Any
 ) -> Iterator[Agents]:
-    """Yields agents whose last answers are checked in the end."""
-    path = load(case).write_checkpoint(folder / case)
+    """Yields agents whose last answers are checked in the end. window: of layers that have one, in
+    place of the case's own."""
+    if window:
+        path = write_with_window(case, folder / case, window)
+    else:
+        path = load(case).write_checkpoint(folder / case)
     with device.scope():
         own = {"context": 1024, "prefill_chunk": 32, "state_places": 40} | options
         agents = Agents(*(build_engine(device, path, max_batch=n, **own) for n in (slots, 1)))

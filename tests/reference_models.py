@@ -4,6 +4,7 @@ scripts/make_references.py writes them. It describes the files and the cases, an
 defined with dynamic NTK rope.
 """
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,17 @@ def load(case: str) -> Reference:
     """The stored reference of one case."""
     with np.load(DATA / case / "reference.npz") as arrays:
         return Reference(case, **arrays)
+
+
+def write_with_window(case: str, folder: Path, window: int) -> Path:
+    """The checkpoint of a case, with another window and with positions for long prompts."""
+    load(case).write_checkpoint(folder)
+    config = json.loads((folder / "config.json").read_text())
+    for own in (config, config.get("text_config", {})):
+        if "sliding_window" in own:
+            own |= {"max_position_embeddings": 2048, "sliding_window": window}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 @dataclass(frozen=True)

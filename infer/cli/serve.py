@@ -186,7 +186,7 @@ def serve(
         loading_option(
             "--host-cache",
             metavar="SIZE",
-            help="Host memory, such as 8GiB, for what the KV cache has no room for, of each model. "
+            help="Host memory, such as 8GiB, for what the KV cache has no room for, of all models. "
             "Prompts go on from there where that is faster than computing. Default: none.",
         ),
     ] = None,
@@ -236,8 +236,10 @@ def serve(
             from infer.server.run import is_local, listen, logging_to_stderr, url
             from infer.server.run import serve as serve_until_signal
             from infer.server.service import ServerOptions
+        from infer.engine.host_memory import CAN_SHARE, HostMemory
         from infer.text.chat import own_template
 
+        memory = HostMemory(host_bytes) if host_bytes is not None and CAN_SHARE else None
         load_options: dict[str, Any] = {
             "device": device,
             "webgpu": webgpu,
@@ -248,7 +250,8 @@ def serve(
             "kv_dtype": kv_dtype,
             "max_batch": max_batch,
             "cache_memory": nbytes,
-            "host_cache": host_bytes,
+            "host_cache": host_bytes if memory is None else None,
+            "host_memory": memory,
             "invariant": invariant,
             "speculate": speculate,
             "draft": draft,
@@ -277,7 +280,8 @@ def serve(
             )
             ready = lambda host: write(_screen(host, address))  # noqa: E731
             with logging_to_stderr(log_level.value):
-                serve_until_signal(Host(sources, options, keep_alive, ready, webgpu), opened)
+                served = Host(sources, options, keep_alive, ready, webgpu, memory=memory)
+                serve_until_signal(served, opened)
         note("stopped")
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from infer.engine.host_cache import Bytes
+from infer.engine.host_memory import Bytes
 from infer.foreign import reason
 from infer.kernels.errors import RequestError
 from infer.kernels.gpu.device import Device
@@ -109,15 +109,16 @@ class CacheFiles:
         """What a file depends on besides its tokens."""
         return {
             "version of infer": VERSION,
-            "model, or other dtypes of weights": self._fingerprint,
+            "model, or other dtypes of weights": self.fingerprint,
             "kv_dtype": self._kv_dtype,
             "cache for layers with a window": "yes" if self._has_windows else "no",
             "adapter": adapter or "",
         }
 
     @cached_property
-    def _fingerprint(self) -> str:
-        """Of the weights as the GPU has them: their shapes, dtypes, and samples of their bytes."""
+    def fingerprint(self) -> str:
+        """Stands for the weights as the GPU has them: their shapes, dtypes, and samples of their
+        bytes."""
         digest = hashlib.blake2b(digest_size=16)
         changes = [*self._adapters.always.values(), *self._adapters.by_row.values()]
         beside = [(f"{i}", part) for i, own in enumerate(changes) for part in (own.a, own.b)]

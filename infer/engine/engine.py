@@ -19,6 +19,7 @@ from typing import Any
 
 from infer.engine.answers import Answer, Job, Jobs
 from infer.engine.decoding import Decoding
+from infer.engine.host_memory import HostMemory
 from infer.engine.options import EngineOptions
 from infer.engine.prefill import Prefilling
 from infer.engine.prompt_files import PromptFiles
@@ -59,7 +60,7 @@ class Engine(TokenEngine):
         self.decoding = Decoding(runner, self.scheduler, self.jobs)
         self.verification = Verification(runner, self.scheduler, self.jobs)
         runner.holders += [self.verification, self.decoding, self.prefilling.texts]
-        self.restoring = Restoring(runner, self.scheduler, lambda: self._touched)
+        self.restoring = Restoring(runner, self.scheduler)
         self.tier = self.restoring.tier
         self.files = PromptFiles(runner, self.tier, self.jobs)
         self.turns, self.events = Turns(), Events()
@@ -144,10 +145,17 @@ class Engine(TokenEngine):
             self.tier.cache.stats,
         )
 
+    def share(self, memory: HostMemory) -> None:
+        """Keep what the GPU has no room for in this memory, with others, once weights are read."""
+        with self.turn():
+            self.tier.share(memory, self.files.about_all)
+
     def close(self) -> None:
+        self.restoring.end(self.changing)
         with self.turn():
             self.verification.forget()
             self.decoding.forget()
+            self.tier.cache.close()
             self.device.close()
 
     # Steps
@@ -199,7 +207,7 @@ class Engine(TokenEngine):
                 self.tier.take_out()
             if self.scheduler.to_save:
                 self.jobs.save_states()
-            touched, room = self._touched, self.runner.room
+            touched, room = self.scheduler.touched, self.runner.room
             lacks = touched[0] > room[0] or touched[1] > room[1]
             if lacks and not self.jobs.grow(touched):
                 self._recover()  # an error ends those without memory; others begin anew
@@ -236,14 +244,6 @@ class Engine(TokenEngine):
         if self.decoding.is_held:
             self.jobs.end_failed(self.decoding.go_on())
         self._is_whole = True
-
-    @property
-    def _touched(self) -> tuple[int, int]:
-        """Pages that there has to be memory for: of the cache, and of layers with a window."""
-        windows = self.pool.windows
-        return self.pool.touched, 0 if windows is None else windows.touched
-
-    # Recovery
 
     @contextmanager
     def changing(self) -> Iterator[None]:

@@ -23,12 +23,14 @@ from pickle import PicklingError
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, cast
 
+from infer.engine.host_memory import CAN_SHARE, HostMemory
 from infer.engine.messages import (
     Ask,
     Begin,
     Call,
     Cancel,
     Failed,
+    Leave,
     Load,
     Made,
     More,
@@ -124,6 +126,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            pass_fds=() if order.memory is None else order.memory[:1],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(_python_path())},
         )
         self._stdin = cast(BinaryIO, self._process.stdin)
@@ -208,9 +211,18 @@ def _python_path() -> list[str]:
 class WorkerEngine(TokenEngine):
     """Starts the process; `load` waits until it is ready."""
 
-    def __init__(self, model: Path, options: Mapping[str, Any]) -> None:
-        """options: further arguments of `load`; they hold for all processes to come."""
-        self._order = Load(str(model), dict(options))
+    def __init__(
+        self, model: Path, options: Mapping[str, Any], memory: HostMemory | None = None
+    ) -> None:
+        """options: further arguments of `load`; they hold for all processes to come. memory: the
+        one that `host_cache` of these is part of; None: the processes have one to themselves."""
+        self._memory, self._own_memory = memory, None
+        if memory is None and options.get("host_cache") and CAN_SHARE:
+            memory = self._own_memory = HostMemory(options["host_cache"])
+        shared = None
+        if memory is not None and memory.descriptor is not None:
+            shared = memory.descriptor, memory.capacity
+        self._order = Load(str(model), dict(options), shared)
         self._changed = threading.Condition()
         self._answers: dict[int, WorkerAnswer] = {}
         self._calls: dict[int, _Call] = {}
@@ -378,7 +390,7 @@ class WorkerEngine(TokenEngine):
             if self._ready is None:
                 # The next one is to be the same, whatever else needs memory then.
                 fitted = {"context": ready.options.context, "max_batch": ready.options.max_batch}
-                self._order = Load(self._order.model, {**self._order.options, **fitted})
+                self._order = replace(self._order, options={**self._order.options, **fitted})
                 self._ready = ready
             self._runs, self._ended = True, self._stats
             self._stats = self._counted(ready.stats)
@@ -514,9 +526,13 @@ class WorkerEngine(TokenEngine):
                 if not call.ended:
                     self._end(call, ClosedError("The LLM was closed in the middle of this call."))
             process = self._process
+            if self._runs and self._memory is not None and not self._memory.is_ending:
+                process.send(Leave())
             process.finish()
             if not self._runs:  # it need not load to the end
                 process.kill()
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:  # `on_failure` may close it
             self._thread.join()
+        if self._own_memory is not None:
+            self._own_memory.close()

@@ -62,10 +62,13 @@ class Pipe:
 
 @dataclass(frozen=True)
 class Load:
-    """The first message. model: its files. options: further arguments of `load`."""
+    """The first message. model: its files. options: further arguments of `load`. memory: the
+    descriptor and the capacity of host memory that what the GPU has no room for is kept in, if it
+    is to outlive the process."""
 
     model: str
     options: Mapping[str, Any]
+    memory: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,11 @@ class Cancel:
 @dataclass(frozen=True)
 class Ask:
     """Asks for Stats, which also show that the engine lives."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The end comes, and host memory outlives it: what is cached goes there."""
 
 
 # From the engine

@@ -13,11 +13,13 @@ queued, because the queue runs in order: what is submitted later comes later.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from infer.engine.host_cache import Name
 from infer.engine.prefixes import common_length, page_name, root_name
@@ -76,6 +78,23 @@ class PoolStats:
         return self.window_pages * self.page_size
 
 
+class Cached(NamedTuple):
+    """What a page or the place of a state, by its number, holds for others. used: when it was last
+    referenced, of time.monotonic_ns()."""
+
+    name: Name
+    number: int
+    used: int
+
+
+class PathPage(NamedTuple):
+    """A cached page of a prompt, all its tokens, and the page beside it of layers with a window."""
+
+    page: int
+    tokens: tuple[int, ...]
+    window: int | None
+
+
 @dataclass(eq=False, repr=False)
 class _Node:
     """A cached page: `tokens` are in its first positions, after those of the nodes above.
@@ -84,7 +103,8 @@ class _Node:
     another's. active: whether the page is referenced, plus the children that are active. twins:
     other pages with the same tokens, all referenced, which need no node. snapshots: of states, by
     how many of the page's tokens they include. window: the page with these tokens of layers with a
-    window, if it is cached.
+    window, if it is cached. used: when its page was last given up, of time.monotonic_ns(). told:
+    whether it was among what is evicted, before it went.
     """
 
     key: Hashable
@@ -97,6 +117,8 @@ class _Node:
     twins: set[int] = field(default_factory=set)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
     window: int | None = None
+    used: int = 0
+    told: bool = False
 
     @cached_property
     def name(self) -> bytes:
@@ -109,6 +131,13 @@ class _Node:
         while len(path) > 1:
             path.pop().name  # noqa: B018
         return page_name(self.parent.name, self.tokens)
+
+    def first_untold(self) -> _Node | None:
+        """The first page before this one that was not told, nor any after it."""
+        node, found = self.parent, None
+        while node is not None and node.parent is not None and not node.told:
+            node, found = node.parent, node
+        return found
 
     def closest(
         self, tokens: tuple[int, ...], avoid: Container[int] = ()
@@ -173,8 +202,11 @@ class PagePool:
         # Nodes that are not active, in the order in which they became so: children before parents.
         self._idle: OrderedDict[int, _Node] = OrderedDict()
         self._hits = self._lookups = 0
+        self._now = 0  # when pages were last given up
         # Pages and places of states that are given to others from now on, if that is to be told.
-        self.evicted: list[tuple[Name, int]] | None = None
+        self.evicted: list[Cached] | None = None
+        if windows is not None:
+            windows.tell = self._tell_window
         self.unsaved = set[int]()  # places whose states have not been saved yet
 
     # Pages
@@ -216,8 +248,10 @@ class PagePool:
         while len(self._free) < count:
             node = next(iter(self._idle.values()))
             if self.evicted is not None:
-                assert node.parent is not None  # a root has no page
-                self.evicted.append((Name(node.parent.name, node.tokens), node.page))
+                # Without those before it, it would be of no use when these are lost.
+                first = node.first_untold()
+                self.evicted += [self._cached(own) for own in (node, first) if own is not None]
+                self.evicted += self._window_of(node)
             self._remove(node)
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
@@ -237,6 +271,7 @@ class PagePool:
     def release(self, pages: Iterable[int]) -> None:
         """Gives up a reference to each page. Pages without any become free or, if they are cached,
         may be evicted, the last of them first. Raises ValueError for a page that has none."""
+        self._now = max(self._now, time.monotonic_ns())
         for page in pages:
             if not self._count[page]:
                 raise ValueError(f"Page {page} is not referenced.")
@@ -301,6 +336,32 @@ class PagePool:
         pages, length = self._path(tokens, key, len(tokens), ())[1:3]
         self.retain(pages)
         return pages, length
+
+    def path_with_windows(self, tokens: Sequence[int], key: Hashable) -> list[PathPage]:
+        """Returns the pages of a prompt that are cached, the last of which may match in part, each
+        retained; those of layers with a window are not."""
+        _, pages, _, closest = self._path(tokens, key, len(tokens), ())
+        self.retain(pages)
+        nodes = [self._nodes[page] for page in pages]
+        if closest is not None:
+            self.retain([closest.page])
+            nodes.append(closest)
+            pages = [*pages, closest.page]
+        return [PathPage(page, n.tokens, n.window) for page, n in zip(pages, nodes, strict=True)]
+
+    def window_beside(self, page: int) -> int | None:
+        """The page of layers with a window beside a cached page, if there is one."""
+        node = self._nodes.get(page)
+        return None if node is None else node.window
+
+    def cache_window(self, page: int, window: int) -> bool:
+        """Keep a referenced page of layers with a window beside a cached page, which holds no more
+        tokens. Returns whether there was none yet."""
+        node = self._nodes.get(page)
+        if self.windows is None or node is None or node.window is not None:
+            return False
+        self.windows.cache(window, node)
+        return True
 
     def unmatch(self, match: Match, limit: int) -> None:
         """Release what a `match` up to `limit` has found, as if nobody had asked."""
@@ -496,14 +557,48 @@ class PagePool:
         if parent.parent is None and not parent.children:
             del self._roots[parent.key]
 
+    def idle(self) -> Iterator[Cached]:
+        """Yields what nobody references, what was used last first, and the beginnings of texts
+        before what comes behind them."""
+        for node in reversed(self._idle.values()):
+            yield self._cached(node)
+            yield from self._window_of(node)
+            for snapshot in node.snapshots.values():
+                if snapshot.place not in self.unsaved:
+                    yield self._saved(snapshot)
+
+    def _cached(self, node: _Node) -> Cached:
+        assert node.parent is not None  # a root has no page
+        node.told = True
+        return Cached(Name(node.parent.name, node.tokens), node.page, self._used(node))
+
+    def _window_of(self, node: _Node) -> list[Cached]:
+        """The page of layers with a window beside it, if others may go on from it."""
+        window = node.window
+        if self.windows is None or window is None or not self.windows.is_kept(window):
+            return []
+        assert node.parent is not None
+        return [Cached(Name(node.parent.name, node.tokens, "window"), window, self._used(node))]
+
+    def _tell_window(self, node: _Node) -> None:
+        """The page of layers with a window beside it is about to be another's."""
+        if self.evicted is not None:
+            self.evicted += self._window_of(node)
+
+    def _used(self, node: _Node) -> int:
+        return node.used if node.page in self._idle else time.monotonic_ns()
+
     def _tell(self, snapshot: Snapshot) -> None:
         """The place of a state is about to be another's."""
         if self.evicted is not None and snapshot.place not in self.unsaved:
-            node = snapshot.page
-            assert isinstance(node, _Node)
-            assert node.parent is not None
-            tokens = node.tokens[: snapshot.offset]
-            self.evicted.append((Name(node.parent.name, tokens, is_state=True), snapshot.place))
+            self.evicted.append(self._saved(snapshot))
+
+    def _saved(self, snapshot: Snapshot) -> Cached:
+        node = snapshot.page
+        assert isinstance(node, _Node)
+        assert node.parent is not None
+        name = Name(node.parent.name, node.tokens[: snapshot.offset], "state")
+        return Cached(name, snapshot.place, self._used(node))
 
     def _forget_twin(self, page: int, node: _Node) -> None:
         node.twins.remove(page)
@@ -524,6 +619,8 @@ class PagePool:
             if node.active or node.parent is None:
                 return
             self._idle[node.page] = node
+            self._now += 1
+            node.used = self._now
             node = node.parent
 
     # Snapshots

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +15,7 @@ from infer.engine.runner import Runner
 from infer.engine.token_engine import Request, TokenAnswer
 from infer.kernels.errors import RequestError
 from infer.sampling import SamplingParams
+from infer.version import VERSION
 
 
 class CachingEngine(Protocol):
@@ -37,7 +38,16 @@ class PromptFiles:
         self._tier, self._jobs = tier, jobs
         own, has_windows = runner.own, runner.caches.windows is not None
         of = runner.device, own.weights, own.adapters, runner.options.kv_dtype, has_windows
-        self._files = CacheFiles(*of)
+        self._files, self._runner = CacheFiles(*of), runner
+
+    @property
+    def about_all(self) -> Hashable:
+        """All that keys, values and states of prompts depend on besides their tokens and key."""
+        runner = self._runner
+        gpu = runner.device.adapter.name if runner.options.invariant else ""
+        has_windows = runner.caches.windows is not None
+        own = runner.options.kv_dtype, has_windows, runner.own.adapters.names
+        return VERSION, self._files.fingerprint, own, runner.products, gpu
 
     def save(
         self,

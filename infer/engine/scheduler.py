@@ -213,6 +213,12 @@ class Scheduler:
         return not (self.waiting or self.prefilling or self.running)
 
     @property
+    def touched(self) -> tuple[int, int]:
+        """Pages that there has to be memory for: of the cache, and of layers with a window."""
+        windows = self.pool.windows
+        return self.pool.touched, 0 if windows is None else windows.touched
+
+    @property
     def has_prompts(self) -> bool:
         """Whether any sequence waits for its prompt to be computed."""
         return bool(self.waiting or self.prefilling)

@@ -12,8 +12,8 @@ There are so many pages that they never run out: no more are referenced at once 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 from infer.engine.options import EngineOptions
 from infer.kernels.state.kv_cache import PAGE
@@ -49,14 +49,13 @@ def pages_in_use(window: int, sequences: int, rows: int, page: int = PAGE) -> in
 
 def window_pages(config: DecoderConfig, options: EngineOptions) -> int:
     """Returns how many pages the layers with a window have at most; 0 where all layers share one
-    pool, because none has a window, because its pages would be no fewer than all others, or because
-    pages go to host memory, where they are whole.
+    pool, because none has a window, or because its pages would be no fewer than all others.
 
     They are those in use, and some for windows of cached prefixes: as many as there are answers at
     once, or more where the context is long: a page for each 16 of the other layers, or of the
     context where all layers have a window."""
     window = window_of(config)
-    if not window or options.host_cache:
+    if not window:
         return 0
     used = pages_in_use(window, options.max_batch, max(16, options.prefill_chunk))
     kept = max(options.max_batch, _LEAST_KEPT) * (-(-window // PAGE) + 1)
@@ -77,6 +76,8 @@ class WindowPages:
 
     def __init__(self, pages: int, window: int) -> None:
         self.pages, self.window = pages, window
+        # Called with a holder whose page goes to others, unless that was passed.
+        self.tell: Callable[[Any], None] = lambda holder: None
         self.reset()
 
     def reset(self) -> None:
@@ -105,7 +106,10 @@ class WindowPages:
             if not self._free:
                 idle = self._passed or self._idle
                 assert idle, "more window pages are referenced than there can be"
-                self.forget(self._holders[next(iter(idle))])
+                holder = self._holders[next(iter(idle))]
+                if not self._passed:
+                    self.tell(holder)
+                self.forget(holder)
             page = self._free.pop()
             self._count[page] = 1
             taken.append(page)
@@ -138,6 +142,10 @@ class WindowPages:
         assert self._count[page]
         assert page not in self._holders
         self._holders[page], holder.window = holder, page
+
+    def is_kept(self, page: int) -> bool:
+        """Whether a page is cached alone, and was not passed."""
+        return page in self._idle
 
     def forget(self, holder: Holder) -> None:
         """The holder has no page any more, which makes that free unless it is referenced."""

@@ -21,17 +21,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TextIO
 
 from infer.engine.answers import Answer
 from infer.engine.constraint import Constraint
 from infer.engine.engine import Engine
+from infer.engine.host_memory import HostMemory
 from infer.engine.messages import (
     Ask,
     Begin,
     Call,
     Cancel,
     Failed,
+    Leave,
     Load,
     Made,
     More,
@@ -46,6 +48,7 @@ from infer.foreign import reason
 from infer.kernels.errors import DeviceError, InferError, InferWarning, OutOfMemoryError
 from infer.llm import LLM
 from infer.loading import load
+from infer.progress import write_note
 from infer.sampling import SamplingParams
 
 _GRACE = 10.0  # seconds to end in by itself
@@ -126,6 +129,10 @@ class _Worker:
             warnings.simplefilter("always", InferWarning)
             progress = _seldom(lambda *report: self._pipe.send(Progress(*report)))
             llm = load(order.model, **order.options, offline=True, progress=progress)
+            if order.memory is not None:
+                descriptor, capacity = order.memory
+                llm.engine.share(HostMemory(capacity, descriptor=descriptor))
+        warnings.showwarning = _tell
         params = SamplingParams().resolved(llm.defaults)
         llm.engine.runner.warm_up(min(_WARM_TOKENS, llm.context - 1), params)
         if not llm.device.software:  # there it takes too long for what may never come
@@ -200,6 +207,12 @@ class _Worker:
                 if (credit := self._credits.get(key)) is not None:  # else it was cancelled
                     work = threading.Thread(target=self._call, args=(message, credit), daemon=True)
                     work.start()
+            case Leave():
+                for answer in self._answers.values():
+                    answer.close()
+                self._answers.clear()
+                engine.settle()
+                engine.restoring.is_outlived = True
             case Ask():
                 self._pipe.send(Stats(engine.stats()))
 
@@ -266,6 +279,21 @@ class _Worker:
             error = _sendable(raised)
         self._credits.pop(key, None)
         self._pipe.send(Returned(key, error))
+
+
+def _tell(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Write a warning on standard error, as a note if it is ours: nobody called this code."""
+    if issubclass(category, InferWarning):
+        write_note(f"note: {message}\n")
+    else:
+        write_note(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def _sendable(error: Exception | None) -> InferError | None:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+from infer.engine.host_memory import HostMemory
 from infer.foreign import shown
 from infer.kernels.errors import (
     ClosedError,
@@ -71,7 +72,7 @@ class Host(Served):
 
     keep_alive: seconds after which an unused model is unloaded; None: never. ready: called once it
     answers. webgpu: the library that `sources` load for. ended: called when it can answer no more;
-    `error` says why.
+    `error` says why. memory: what the GPU has no room for is kept there, of all models.
     """
 
     sources: Sequence[Source]
@@ -84,6 +85,7 @@ class Host(Served):
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     error: Exception | None = None
+    memory: HostMemory | None = None
 
     def __post_init__(self) -> None:
         self.bodies = Bodies(self.options.max_body)
@@ -132,9 +134,13 @@ class Host(Served):
     def close(self) -> None:
         """End the processes of all models."""
         self._draining = True
+        if self.memory is not None:
+            self.memory.is_ending = True
         for entry in self._entries:
             if entry.llm is not None:
                 entry.llm.close()
+        if self.memory is not None:
+            self.memory.close()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

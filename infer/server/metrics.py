@@ -94,7 +94,10 @@ _GAUGES: dict[str, tuple[str, _Value]] = {
         lambda s: s.cache.window_pages_used,
     ),
     "host_cache_bytes": ("Host memory for the cache that is in use.", _host("nbytes")),
-    "host_cache_capacity_bytes": ("Host memory for the cache, at most.", _host("capacity")),
+    "host_cache_capacity_bytes": (
+        "Host memory for the caches of all models, at most.",
+        _host("capacity"),
+    ),
 }
 _COUNTERS: dict[str, tuple[str, _Value]] = {
     "num_preemptions": ("Answers that had to wait again.", lambda s: s.preemptions),

@@ -65,7 +65,8 @@ def test_an_engine_in_a_process_of_its_own_gets_all_options(
 
     monkeypatch.setattr("infer.loading._isolated", isolated)
     infer.load("demo", draft="demo-draft", isolate=True)
-    here = {"chat_template", "revision", "offline", "isolate", "progress"}  # not the engine's
+    # Not in the options of the engine.
+    here = {"chat_template", "revision", "offline", "isolate", "host_memory", "progress"}
     assert passed.keys() | here == {*LOAD_NAMES}
 
 

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,16 @@ import pytest
 
 import infer
 from infer import LLM, CheckpointError, ClosedError, DeviceError, InferError, UnsupportedError
+from infer.engine.host_memory import CAN_SHARE, HostMemory
 from infer.engine.isolated import WorkerEngine
 from infer.engine.messages import Made, Part
+from infer.engine.worker import _tell
 from infer.hub import DEMO
 from infer.llm import together
 
 pytestmark = pytest.mark.demo
+
+needs_sharing = pytest.mark.skipif(not CAN_SHARE, reason="needs descriptors of other processes")
 
 STORY = "Once upon a time"
 ENDLESS = {2: -100.0, 3: -100.0}  # no end of turn
@@ -120,6 +126,7 @@ def test_eight_answers_go_on_when_the_process_is_killed(here: LLM, there: LLM) -
         stream._begin()
     for _ in range(4):
         next(streams[0])
+    engine(there)._deaths.clear()  # of other tests
     os.kill(engine(there).pid, signal.SIGKILL)
     assert _said(together(streams)) == _said(expected)
     assert streams[0].result.timings.decoded_tokens == 7
@@ -173,6 +180,7 @@ def test_what_holds_an_answer_goes_on_when_the_process_is_killed(here: LLM, ther
     for stream in streams:
         stream._begin()
     next(streams[there.slots - 1])  # the last of those that are generated
+    engine(there)._deaths.clear()  # of other tests
     os.kill(engine(there).pid, signal.SIGKILL)
     got = together(streams)
     assert _said(got) == _said(expected)
@@ -193,6 +201,76 @@ def test_counts_go_on_when_the_process_is_killed() -> None:
             assert (cache.lookups, cache.hits) == (looked_up * (1 + deaths), 0)
 
 
+HOSTED: dict[str, Any] = {
+    "context": 320,
+    "max_batch": 1,
+    "isolate": True,
+    "engine": {"cache_positions": 384},
+}
+LONG, OTHER = [*range(100, 400)], [*range(500, 800)]  # the cache has room for one
+
+
+def holders(device: int, inode: int) -> set[int]:
+    """The processes that have a file."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            own = path.stat()
+            if (own.st_dev, own.st_ino) == (device, inode):
+                found.add(int(path.parts[2]))
+    return found
+
+
+@needs_sharing
+def test_what_is_in_host_memory_outlives_the_process() -> None:
+    with infer.load(DEMO, host_cache="64MiB", **HOSTED) as llm:
+        first = llm.generate(LONG, max_tokens=4)
+        llm.generate(OTHER, max_tokens=1)
+        memory = engine(llm)._own_memory
+        assert memory is not None
+        assert memory.descriptor is not None
+        file = os.fstat(memory.descriptor)
+        assert holders(file.st_dev, file.st_ino) == {os.getpid(), engine(llm).pid}
+        for _ in range(2):
+            kill(llm)
+            again = llm.generate(LONG, max_tokens=4)
+            assert again.timings.reused_tokens >= 256
+            assert _said(again) == _said(first)
+            assert llm.generate(LONG, max_tokens=1, cache_salt="a").timings.reused_tokens == 0
+        stats = llm.stats().host_cache
+        assert stats is not None
+        assert stats.pages >= 4
+    assert not holders(file.st_dev, file.st_ino)
+
+
+@needs_sharing
+@pytest.mark.full
+def test_models_share_host_memory_and_find_it_again() -> None:
+    """But not what another model has left there. What the GPU has at the end goes there."""
+    memory = HostMemory(64 << 20)
+    for prompt, reused in ((LONG, 0), (OTHER, 299)):
+        for model in (DEMO, "demo-draft"):
+            with infer.load(model, host_memory=memory, **HOSTED) as llm:
+                assert llm.generate(prompt, max_tokens=1).timings.reused_tokens == reused
+                assert (llm.stats().host_cache.restored > 0) == (reused > 0)
+                if prompt is LONG:
+                    next(llm.stream(OTHER, max_tokens=20, ignore_eos=True))  # runs at the end
+    memory.close()
+
+
+def test_what_it_warns_of_is_a_note(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warnings, "showwarning", _tell)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("Memory is full.", infer.InferWarning, stacklevel=1)
+        warnings.warn("Old.", DeprecationWarning, stacklevel=1)
+    note, other = capsys.readouterr().err.split("\n")[:2]
+    assert note == "note: Memory is full."
+    assert "DeprecationWarning: Old." in other
+
+
 def test_times_of_an_answer_are_told(there: LLM) -> None:
     times = there.generate(STORY, max_tokens=4).timings
     assert 0 <= times.queue_seconds < times.prefill_seconds
@@ -204,6 +282,7 @@ def test_a_call_goes_on_when_the_process_is_killed(here: LLM, there: LLM) -> Non
     ids = [*range(100, 300)]  # in several parts, more than may wait
     parts = engine(there).logits(ids)
     got = [next(parts)]
+    engine(there)._deaths.clear()  # of other tests
     os.kill(engine(there).pid, signal.SIGKILL)
     got += parts
     assert np.array_equal(np.concatenate(got), here.logits(ids))
@@ -377,9 +456,11 @@ def test_an_option_that_cannot_be_told() -> None:
 @pytest.mark.parametrize("when", ["loaded", "generating"])
 def test_it_ends_with_the_process_that_started_it(when: str) -> None:
     program = (
-        "import infer\n"
-        "llm = infer.load('demo', isolate=True)\n"
-        "print(llm._engine.pid, flush=True)\n"
+        "import infer, os\n"
+        "llm = infer.load('demo', isolate=True, host_cache='16MiB')\n"
+        "memory = llm._engine._own_memory\n"
+        "file = os.fstat(memory.descriptor)\n"
+        "print(llm._engine.pid, file.st_dev, file.st_ino, flush=True)\n"
         "if 'generating' in __import__('sys').argv:\n"
         "    llm.generate('x', logit_bias={2: -100, 3: -100})\n"
         "input()\n"
@@ -388,10 +469,12 @@ def test_it_ends_with_the_process_that_started_it(when: str) -> None:
         [sys.executable, "-c", program, when], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
-        pid = int(process.stdout.readline())
+        pid, *file = map(int, process.stdout.readline().split())
         assert runs(pid)
+        assert holders(*file) == {pid, process.pid}
         process.kill()
     wait_for(lambda: not runs(pid))
+    assert not holders(*file)
 
 
 def test_signals_of_the_group_are_not_for_it(there: LLM) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import Compiled, answer, build_engine, scores, sharing
-from reference_models import TOLERANCE, load, relative_error
+from reference_models import TOLERANCE, relative_error, write_with_window
 
 import infer
 from infer.cli.report import ModelReport
 from infer.cli.serve import cache_text
+from infer.engine import host_tier
 from infer.engine.engine import Engine
+from infer.engine.host_tier import HostTier
 from infer.engine.options import EngineOptions
 from infer.engine.pages import Match
 from infer.engine.scheduler import Scheduler, Sequence
@@ -38,24 +39,13 @@ OPTIONS: dict[str, Any] = {"context": 1500, "prefill_chunk": 64, "invariant": Tr
 CASES = "gemma3_text", "mistral_sliding", "gpt_oss", "gemma4"
 
 
-def write(case: str, folder: Path, window: int) -> Path:
-    """The checkpoint of a case, with another window and with positions for long prompts."""
-    load(case).write_checkpoint(folder)
-    config = json.loads((folder / "config.json").read_text())
-    for own in (config, config.get("text_config", {})):
-        if "sliding_window" in own:
-            own |= {"max_position_embeddings": 2048, "sliding_window": window}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def made(own_device: Device, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Makes an engine that nothing has used, of a case with positions for its context."""
 
     def make(case: str, window: int = 100, apart: bool = True, **options: Any) -> Engine:
         """apart: layers with a window have pages of their own, as engines do by themselves."""
-        folder = write(case, tmp_path_factory.mktemp(case) / case, window)
+        folder = write_with_window(case, tmp_path_factory.mktemp(case) / case, window)
         with pytest.MonkeyPatch.context() as patch:
             if not apart:
                 patch.setattr(infer.engine.caches, "window_pages", lambda *_: 0)
@@ -115,7 +105,9 @@ def test_one_sequence_is_that_of_transformers(made: Make, case: str, tmp_path: P
     prompt = text(engine, 2, 700)
     answered = answer(engine, prompt, 100, ignore_eos=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        write(case, tmp_path / case, 100), dtype=torch.float32, attn_implementation="eager"
+        write_with_window(case, tmp_path / case, 100),
+        dtype=torch.float32,
+        attn_implementation="eager",
     )
     with torch.no_grad():
         ids = torch.tensor([[*prompt, *answered.token_ids]])
@@ -131,6 +123,7 @@ LOADS: dict[str, dict[str, Any]] = {
     "drafts": {"max_batch": 4, "speculate": "lookup"},
     "draft model": {"max_batch": 4, "speculate": "draft"},
     "q8": {"kv_dtype": "q8"},
+    "host memory": {"max_batch": 2, "cache_positions": 24 * PAGE, "host_cache": 8 << 20},
 }
 
 
@@ -140,12 +133,15 @@ def test_a_load(made: Make, case: str, load: str, monkeypatch: pytest.MonkeyPatc
     """Conversations that grow, begin alike, are cancelled, cut short and edited, while there is
     room for hardly any window but those in use."""
     monkeypatch.setattr(infer.engine.windows, "_LEAST_KEPT", 0)
+    monkeypatch.setattr(host_tier, "_BATCH", 1)  # a page at a time, whatever it takes
+    monkeypatch.setattr(HostTier, "_pays", lambda _, found, known: found.length > known + 8)
     options = LOADS[load]
     engine = made(case, **options)
     expected = made(case, apart=False, **options)
     rng = np.random.default_rng(len(case) + len(load))
     most = engine.context - 40
     talks = [text(engine, 7, 150)]
+    remembered = 20 if "host_cache" in options else 6
     for turn in range(12):
         prompts: list[list[int]] = []
         for _ in range(engine.slots):
@@ -160,12 +156,14 @@ def test_a_load(made: Make, case: str, load: str, monkeypatch: pytest.MonkeyPatc
             expected.forget()
         assert found == together(expected, prompts, counts)
         talks += [[*prompt, *own] for prompt, own in zip(prompts, found, strict=True)]
-        talks = talks[-6:]
+        talks = talks[-remembered:]
     engine.settle()
     stats, windows = engine.stats(), engine.pool.windows
     assert windows is not None
     assert stats.cache.in_use == len(windows._count) == 0
     assert (stats.drafts > 0) == (options.get("speculate") is not None)
+    assert stats.host_cache is not None
+    assert (stats.host_cache.restored > 0) == ("host_cache" in options)
     assert windows.touched <= windows.pages < engine.options.pages
     assert engine.runner.room == (
         engine.runner.caches.kv.n_pages,
@@ -236,7 +234,9 @@ def test_what_is_before_the_window_is_never_read(
     """By any kernel: what the page table has there is not a number."""
     device = least_device if weak else own_device
     with device.scope():
-        engine = build_engine(device, write(case, tmp_path / case, 100), **OPTIONS | options)
+        engine = build_engine(
+            device, write_with_window(case, tmp_path / case, 100), **OPTIONS | options
+        )
         prompts = [text(engine, i, 450 + 30 * i) for i in range(engine.slots)]
         prompts[-1] = [*prompts[0][:400], *prompts[-1][:200]]
         expected = together(engine, prompts, [80] * len(prompts))
@@ -254,7 +254,7 @@ def test_no_memory_for_more_windows(
 ) -> None:
     """The answer that needs it ends with the error, and one that fits is given."""
     with sharing(compiled), Device.open() as device:
-        folder = write("gemma3_text", tmp_path / "gemma3", 100)
+        folder = write_with_window("gemma3_text", tmp_path / "gemma3", 100)
         engine = build_engine(device, folder, **OPTIONS, first_positions=256)
         assert engine.runner.caches.windows is not None
         short = text(engine, 1, 150)
@@ -406,7 +406,7 @@ def test_positions_that_take_no_memory_are_there_by_default() -> None:
 
 
 def test_answers_have_room_for_whole_contexts(made: Make, tmp_path: Path) -> None:
-    model, _ = open_model(write("mistral_sliding", tmp_path / "model", 100))
+    model, _ = open_model(write_with_window("mistral_sliding", tmp_path / "model", 100))
     options = fitted(model, EngineOptions(context=1500, max_batch=2, prefill_chunk=64))
     engine = made("mistral_sliding", max_batch=2, cache_positions=options.cache_positions)
     prompts = [text(engine, seed, 1300) for seed in (1, 2)]
@@ -437,6 +437,6 @@ def test_answers_have_room_for_whole_contexts(made: Make, tmp_path: Path) -> Non
     ],
 )
 def test_memory_of_windows_is_told(tmp_path: Path, case: str, told: str) -> None:
-    inspection = inspect_model(str(write(case, tmp_path / "model", 40)), context=1500)
+    inspection = inspect_model(str(write_with_window(case, tmp_path / "model", 40)), context=1500)
     assert (inspection.kv_window, inspection.kv_window_bytes > 0) == (40, True)
     assert told in " ".join(ModelReport(inspection).text().split())

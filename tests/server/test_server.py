@@ -1190,12 +1190,13 @@ def test_load_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "device": "1",
         "max_batch": 3,
         "cache_memory": 3 << 29,
-        "host_cache": 8 << 30,
         "invariant": True,
         "adapters": {"sql": "a/b", "law": "./c=d"},
         "offline": True,
     }
     assert seen.items() >= expected.items()
+    assert seen["host_memory"].capacity == 8 << 30
+    assert seen["host_memory"].descriptor is None  # it was closed
 
 
 @pytest.mark.parametrize(
