@@ -30,10 +30,10 @@ run_tests() {
 # Reading files that have none of a run's tests takes seconds of each process.
 of_demo= others= of_dawn=
 if [ $# = 0 ]; then
-  of_demo=$(grep -l 'mark\.demo' tests/test_*.py)
-  others=$(grep -L '^pytestmark = .*mark\.demo' tests/test_*.py)
+  of_demo=$(grep -l 'mark\.demo' tests/*/test_*.py)
+  others=$(grep -L '^pytestmark = .*mark\.demo' tests/*/test_*.py)
   of_dawn=$others
-  [ "$on_dawn" != dawn ] || of_dawn=$(grep -l 'mark\.dawn' tests/test_*.py)
+  [ "$on_dawn" != dawn ] || of_dawn=$(grep -l 'mark\.dawn' tests/*/test_*.py)
 fi
 for marks in "${marked[@]}"; do
   # The demo's answers run longer than they compile: with the driver's optimisations, which

@@ -157,7 +157,7 @@ class Decode:
 
 
 class Events:
-    """Methods that an engine calls at each step. They do nothing: override them to watch an engine."""
+    """Methods that an engine calls at each step. They do nothing: override them to watch it."""
 
     def submits(self, work: Ids[Prefill] | Decode) -> None:
         """Called before a step is submitted."""

@@ -15,7 +15,7 @@ To add a format:
 2. Keep values exact. If a new `Scheme.kind` is needed, add its table in kernels/gpu/codes.py.
 3. Register it in `FORMATS`, of which scripts/make_tables.py makes the table in docs/models.md.
 4. Prove it: a case in scripts/make_format_references.py, where the format's own library packs and
-   unpacks a few rows, which tests/test_formats.py reads from tests/data/formats.
+   unpacks a few rows, which tests/models/test_formats.py reads from tests/data/formats.
 """
 
 from __future__ import annotations

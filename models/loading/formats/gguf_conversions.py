@@ -42,8 +42,8 @@ metadata on the hub, and values that no file has because llama.cpp knows them.
 | deepseek2                           | DeepSeek-V2, V3 and GLM-4.7-Flash; kv_b_proj is in two     |
 |                                     | parts as MLX has them, but not in the first files          |
 
-To add one, give it an entry in CONVERSIONS, and in tests/test_gguf.py what the converter does
-with its metadata and tensors: the test writes stored models with the format's own library.
+To add one, give it an entry in CONVERSIONS, and in tests/models/test_gguf.py what the converter
+does with its metadata and tensors: the test writes stored models with the format's own library.
 """
 
 from __future__ import annotations
