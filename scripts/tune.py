@@ -34,10 +34,6 @@ from infer.bench.report import markdown_table
 from infer.bench.run import open_engine
 from infer.engine.engine import Engine
 from infer.kernels.compiler.fusion import rewrite
-from infer.kernels.compiler.graph import Graph
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import StepKind, Target
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import InferError, RequestError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import Dispatch
@@ -45,6 +41,10 @@ from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import run
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import BLOCK, HALF, LOOKED_UP, QUANTIZED
+from infer.kernels.lowering.graph import Graph
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import StepKind, Target
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.attention import attention_variant
 from infer.kernels.ops.head_linear import head_linear_variant
 from infer.kernels.ops.linear import (

@@ -26,26 +26,25 @@ from test_kernels import (
     thirds,
 )
 
-from infer.kernels.checks import functions
+from infer.kernels.checks import attention_check, functions, linear_check, norm_check, rope_check
 from infer.kernels.checks.arrays import Array, from_rows, rounded, to_gpu, to_rows
+from infer.kernels.checks.attention_check import kv_step, nearest_output
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import exact_weight, int8_rows
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.compile import lower
-from infer.kernels.compiler.target import StepKind
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.record import run
-from infer.kernels.ops import attention_check, linear_check, norm_check, rope_check
+from infer.kernels.lowering.arena import Arena
+from infer.kernels.lowering.target import StepKind
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.attention import (
     AttentionVariant,
     attention_joined_variant,
     attention_variant,
 )
-from infer.kernels.ops.attention_check import kv_step, nearest_output
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KV_DTYPES, PAGE, KVCache, KVShape, kept
 from infer.kernels.state.step import HEADER, ROW, pack_step

@@ -18,13 +18,21 @@ import numpy as np
 import pytest
 from conftest import LEAST, OpenDevice
 
-from infer.kernels.checks import functions, reference
+from infer.kernels.checks import (
+    attention_check,
+    elementwise_check,
+    functions,
+    linear_check,
+    lora_check,
+    norm_check,
+    reference,
+    rope_check,
+)
 from infer.kernels.checks.arrays import Array, rounded, to_gpu
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import exact_weight, grouped, int8_rows, multiplied
+from infer.kernels.checks.linear_check import ByRows, ByVec
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.target import MAX_VEC_ROWS
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import DeviceError, ShaderError
 from infer.kernels.gpu.codes import TABLES
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
@@ -33,14 +41,8 @@ from infer.kernels.gpu.plan import dispatch
 from infer.kernels.gpu.profile import profile_dispatches
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import BLOCK, CODED, HALF, LOOKED_UP, Grouping
-from infer.kernels.ops import (
-    attention_check,
-    elementwise_check,
-    linear_check,
-    lora_check,
-    norm_check,
-    rope_check,
-)
+from infer.kernels.lowering.target import MAX_VEC_ROWS
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.attention import (
     AttentionVariant,
@@ -56,7 +58,6 @@ from infer.kernels.ops.linear import (
     matmul_variant,
     matmul_vec_variant,
 )
-from infer.kernels.ops.linear_check import ByRows, ByVec
 from infer.kernels.ops.lora import LoraDown, lora_outputs, lora_rows
 from infer.kernels.ops.matmul_lanes import matmul_lanes_variant
 from infer.kernels.ops.matmul_rows import few_rows

@@ -12,20 +12,20 @@ import pytest
 from infer.kernels.checks.arrays import Array, to_gpu
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.arena import Arena, Kernel, Scratch, colour
+from infer.kernels.checks.rope_check import rope_table
 from infer.kernels.compiler.compile import lower
-from infer.kernels.compiler.graph import Input, Slice, Value, stride
-from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, constant
 from infer.kernels.gpu.device import Buffer, Device, DryDevice, Limits, Pipeline, Settings
 from infer.kernels.gpu.native.library import NOTHING
 from infer.kernels.gpu.plan import DispatchPlan, linear_grid
 from infer.kernels.gpu.shader import KernelSpec, render
 from infer.kernels.gpu.tensor import GpuTensor, allocate
+from infer.kernels.lowering.arena import Arena, Kernel, Scratch, colour
+from infer.kernels.lowering.graph import Input, Slice, Value, stride
+from infer.kernels.lowering.target import MAX_VEC_ROWS, StepKind, constant
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.linear import LowRank
 from infer.kernels.ops.recurrent import SSMScan
 from infer.kernels.ops.rope import Rope
-from infer.kernels.ops.rope_check import rope_table
 from infer.kernels.state.kv_cache import KVCache, KVShape, LayerCache
 from infer.kernels.state.layer_state import LayerState, StateShape
 

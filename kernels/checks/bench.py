@@ -1,6 +1,6 @@
 """Cases: one kernel each, on small and awkward inputs, against its formula in float64.
 
-Every family of operations has its own in a module beside it. They trace operations on a Bench,
+Every family of operations has its own in a module, NAME_check.py. They trace operations on a Bench,
 which turns numpy arrays into what these take; functions.py offers the same to users.
 """
 
@@ -16,12 +16,12 @@ import numpy as np
 from infer.kernels.checks.arrays import Array, to_gpu
 from infer.kernels.checks.forward import Floats, Forward, Ids, Options
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.graph import Value
-from infer.kernels.compiler.tuning import Call, Tuning, Variant
 from infer.kernels.errors import InferError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.lowering.graph import Value
+from infer.kernels.lowering.tuning import Call, Tuning, Variant
 from infer.kernels.ops.attention import attention_matrix_variant
 from infer.kernels.ops.matmul_matrix import expert_matrix_variant, matmul_matrix_variant
 from infer.kernels.ops.matmul_rows import MOST_ROWS

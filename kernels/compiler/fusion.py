@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from infer.kernels.compiler.graph import Add, Graph, Mul, Slice, Value, source
-from infer.kernels.compiler.target import Target
+from infer.kernels.lowering.graph import Add, Graph, Mul, Slice, Value, source
+from infer.kernels.lowering.target import Target
 from infer.kernels.ops.attention import Attention
 from infer.kernels.ops.elementwise import Activation, Scale, SigmoidGate
 from infer.kernels.ops.embedding import LogitsRows

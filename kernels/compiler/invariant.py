@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from infer.kernels.compiler.tuning import Call, Tuning, Variant
+from infer.kernels.lowering.tuning import Call, Tuning, Variant
 from infer.kernels.ops.attention import (
     AttentionVariant,
     attention_joined_variant,

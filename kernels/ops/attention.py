@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
 
-from infer.kernels.compiler.arena import Operand, Scratch
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target
-from infer.kernels.compiler.tuning import NARROW_SOFTWARE, Tuning, loop_passes, power_of_two
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.native.library import NOTHING, MatrixShape, Size
 from infer.kernels.gpu.tensor import BLOCK, HALF, GpuTensor
+from infer.kernels.lowering.arena import Operand, Scratch
+from infer.kernels.lowering.graph import Value, stride
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target
+from infer.kernels.lowering.tuning import NARROW_SOFTWARE, Tuning, loop_passes, power_of_two
 from infer.kernels.ops.kv_write import Heads, KVWrite, kv_params
 from infer.kernels.ops.matmul_matrix import matrix_params, matrix_shape
 from infer.kernels.ops.prepared import Form, Maker, scale_params

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from infer.kernels.compiler.arena import Operand
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.lowering.arena import Operand
+from infer.kernels.lowering.graph import Value, stride
+from infer.kernels.lowering.lowering import Lowering
 
 
 @dataclass(eq=False, repr=False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.lowering.graph import Value, stride
+from infer.kernels.lowering.lowering import Lowering
 
 
 @dataclass(eq=False, repr=False)

@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from infer.kernels.compiler.arena import Operand, Scratch
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target
-from infer.kernels.compiler.tuning import NARROW_SOFTWARE, Tuning
 from infer.kernels.gpu.plan import Count
 from infer.kernels.gpu.tensor import BLOCK, INTEGERS, PLANES, GpuTensor, Shard
+from infer.kernels.lowering.arena import Operand, Scratch
+from infer.kernels.lowering.graph import Value, stride
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target
+from infer.kernels.lowering.tuning import NARROW_SOFTWARE, Tuning
 from infer.kernels.ops.linear import (
     NO_SCALES,
     Int8TileVariant,

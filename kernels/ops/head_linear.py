@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from infer.kernels.compiler.arena import Operand
-from infer.kernels.compiler.graph import Value, source, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target, padded_rows, per_row, tile_grid
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.tensor import HALF, GpuTensor
+from infer.kernels.lowering.arena import Operand
+from infer.kernels.lowering.graph import Value, source, stride
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target, padded_rows, per_row, tile_grid
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.kv_write import NO_KEY, LatentKey
 from infer.kernels.ops.linear import NO_SCALES, matmul_variant, multiplied, tile_params
 from infer.kernels.ops.matmul_matrix import MatrixVariant, matmul_matrix_variant

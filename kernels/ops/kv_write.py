@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from infer.kernels.compiler.arena import Operand
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target
 from infer.kernels.gpu.device import Buffer
+from infer.kernels.lowering.arena import Operand
+from infer.kernels.lowering.graph import Value, stride
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target
 from infer.kernels.ops.prepared import Norm
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import PAGE, LayerCache

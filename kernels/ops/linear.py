@@ -8,11 +8,6 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from infer.kernels.compiler.arena import Operand, Scratch
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target, padded_rows, per_row, tile_grid
-from infer.kernels.compiler.tuning import Tuning, loop_passes, power_of_two
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.tensor import (
     BLOCK,
@@ -24,6 +19,11 @@ from infer.kernels.gpu.tensor import (
     GpuTensor,
     Shard,
 )
+from infer.kernels.lowering.arena import Operand, Scratch
+from infer.kernels.lowering.graph import Value, stride
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target, padded_rows, per_row, tile_grid
+from infer.kernels.lowering.tuning import Tuning, loop_passes, power_of_two
 from infer.kernels.ops.matmul_lanes import LanesShape, LanesVariant, matmul_lanes_variant
 from infer.kernels.ops.matmul_matrix import MatrixVariant, matmul_matrix_variant
 from infer.kernels.ops.matmul_rows import RowsVariant, by_rows, chosen_variant, emit_rows

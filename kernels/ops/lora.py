@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from infer.kernels.compiler.arena import Operand
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target, per_row, tile_grid
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.plan import Grid
 from infer.kernels.gpu.tensor import GpuTensor, Shard
+from infer.kernels.lowering.arena import Operand
+from infer.kernels.lowering.graph import Value, stride
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target, per_row, tile_grid
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.linear import Projection, multiplied
 from infer.kernels.ops.prepared import Form
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.native.library import MatrixShape
 from infer.kernels.gpu.tensor import CODED, INTEGERS
+from infer.kernels.lowering.tuning import Tuning
 
 _PADDING = 16  # bytes between the rows of a tile, against bank conflicts
 _FEW_ROWS, _FEW_INT8_ROWS = 12, 24  # that matmul_rows multiplies faster, by floats and integers

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from infer.kernels.compiler.arena import Operand
-from infer.kernels.compiler.graph import Slice, Value, same_width, source, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target
 from infer.kernels.gpu.tensor import BLOCK, HALF, GpuTensor
+from infer.kernels.lowering.arena import Operand
+from infer.kernels.lowering.graph import Slice, Value, same_width, source, stride
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target
 from infer.kernels.ops.prepared import HALVES, Form, Maker, scale_params
 
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from infer.kernels.compiler.arena import Operand, Scratch
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target, padded_rows
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.plan import Grid
 from infer.kernels.gpu.tensor import BLOCK, GpuTensor
+from infer.kernels.lowering.arena import Operand, Scratch
+from infer.kernels.lowering.graph import Value, stride
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target, padded_rows
 
 HALVES = "f16"
 """The form of activations that matmul_matrix reads: f16, with an f32 scale for each row."""

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from infer.kernels.compiler.arena import Operand
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.plan import Grid
 from infer.kernels.gpu.tensor import HALF, GpuTensor
+from infer.kernels.lowering.arena import Operand
+from infer.kernels.lowering.graph import Value, stride
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.prepared import Form, Maker
 from infer.kernels.state.layer_state import LayerState
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from infer.kernels.compiler.graph import Value, reachable
+from infer.kernels.lowering.graph import Value, reachable
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.attention import Attention
 from infer.kernels.ops.embedding import LogitsRows

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from infer.kernels.compiler.graph import Value
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import Count, Grid
 from infer.kernels.gpu.shader import KernelSpec
+from infer.kernels.lowering.graph import Value
 
 
 @dataclass(eq=False)

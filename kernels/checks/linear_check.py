@@ -13,6 +13,7 @@ import numpy as np
 from infer.kernels.checks.arrays import Array, rounded
 from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome, WithoutMatrices
 from infer.kernels.checks.by_hand import Dtype, by_hand
+from infer.kernels.checks.elementwise_check import ACTIVATIONS, halves
 from infer.kernels.checks.forward import Floats, Options
 from infer.kernels.checks.inputs import (
     FLOATS,
@@ -22,18 +23,25 @@ from infer.kernels.checks.inputs import (
     grouped,
     multiplied,
 )
-from infer.kernels.compiler.graph import Value
-from infer.kernels.compiler.target import MAX_VEC_ROWS
-from infer.kernels.compiler.tuning import Call, Tuning, Variant
+from infer.kernels.checks.norm_check import rmsnorm
+from infer.kernels.checks.rope_check import (
+    check_rotated,
+    frequencies,
+    rope,
+    rope_table,
+    stored_rope,
+)
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.native.library import MatrixShape
 from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.row_scales import scale_rows
 from infer.kernels.gpu.tensor import QUANTIZED, Grouping
+from infer.kernels.lowering.graph import Value
+from infer.kernels.lowering.target import MAX_VEC_ROWS
+from infer.kernels.lowering.tuning import Call, Tuning, Variant
 from infer.kernels.ops.attention import AttentionMatrixVariant, attention_matrix_variant
 from infer.kernels.ops.elementwise import Activation
-from infer.kernels.ops.elementwise_check import ACTIVATIONS, halves
 from infer.kernels.ops.head_linear import HeadLinear
 from infer.kernels.ops.linear import Linear
 from infer.kernels.ops.matmul_lanes import matmul_lanes_variant
@@ -51,9 +59,7 @@ from infer.kernels.ops.matmul_rows import (
     possible_variant,
 )
 from infer.kernels.ops.norm import RMSNorm
-from infer.kernels.ops.norm_check import rmsnorm
 from infer.kernels.ops.rope import Rotate
-from infer.kernels.ops.rope_check import check_rotated, frequencies, rope, rope_table, stored_rope
 
 
 def matmul(x: Array, weight: Array) -> Array:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infer.kernels.compiler.graph import Value
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.plan import Count, Grid, linear_grid
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.lowering.graph import Value
+from infer.kernels.lowering.tuning import Tuning
 
 MAX_VEC_ROWS = 8
 

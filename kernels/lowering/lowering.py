@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from infer.kernels.compiler.arena import Arena, Kernel, Operand, Scratch, colour
-from infer.kernels.compiler.graph import Graph, Input, Value, source, stride
-from infer.kernels.compiler.target import Target, constant, padded_rows
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.plan import Count, Dispatch, DispatchPlan, Grid, dispatch
 from infer.kernels.gpu.shader import KernelSpec
+from infer.kernels.lowering.arena import Arena, Kernel, Operand, Scratch, colour
+from infer.kernels.lowering.graph import Graph, Input, Value, source, stride
+from infer.kernels.lowering.target import Target, constant, padded_rows
 
 NO_PARAMS: Mapping[str, Any] = MappingProxyType({})
 

@@ -15,18 +15,12 @@ from numpy.typing import NDArray
 from infer.kernels.checks.arrays import Array, from_rows
 from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome
 from infer.kernels.checks.by_hand import by_hand, floats
+from infer.kernels.checks.elementwise_check import softcap
 from infer.kernels.checks.forward import Floats, Options, unwritten
+from infer.kernels.checks.linear_check import ByMatrix, few
+from infer.kernels.checks.norm_check import rmsnorm
 from infer.kernels.checks.reference import nmse, softmax
-from infer.kernels.compiler.graph import Value, split
-from infer.kernels.errors import ShaderError
-from infer.kernels.gpu.device import Buffer
-from infer.kernels.ops.attention import Attention, AttentionMatrixVariant
-from infer.kernels.ops.elementwise_check import softcap
-from infer.kernels.ops.linear_check import ByMatrix, few
-from infer.kernels.ops.norm import RMSNorm
-from infer.kernels.ops.norm_check import rmsnorm
-from infer.kernels.ops.rope import Rope, Rotate
-from infer.kernels.ops.rope_check import (
+from infer.kernels.checks.rope_check import (
     RopeTable,
     check_rotated,
     frequencies,
@@ -34,6 +28,12 @@ from infer.kernels.ops.rope_check import (
     rope_table,
     stored_rope,
 )
+from infer.kernels.errors import ShaderError
+from infer.kernels.gpu.device import Buffer
+from infer.kernels.lowering.graph import Value, split
+from infer.kernels.ops.attention import Attention, AttentionMatrixVariant
+from infer.kernels.ops.norm import RMSNorm
+from infer.kernels.ops.rope import Rope, Rotate
 from infer.kernels.state.kv_cache import (
     KV_DTYPES,
     KVCache,
