@@ -292,7 +292,10 @@ class ForcedLowering(Lowering):
     ) -> None:
         self.forced = tuning
         self.variants: dict[KernelSpec, Any] = {}
-        super().__init__(target, graph, step, output)
+        super().__init__(target, graph.output, step, output)
+        for value in graph.values:
+            value.lower(self)
+        self.kernels.sort(key=lambda kernel: kernel.head)
 
     def emit(self, name: str, *args: Any, **options: Any) -> None:
         super().emit(name, *args, **options)

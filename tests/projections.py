@@ -18,7 +18,7 @@ from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import run
 from infer.kernels.gpu.tensor import INTEGERS
 from infer.kernels.lowering.arena import Arena
-from infer.kernels.lowering.graph import stride
+from infer.kernels.lowering.target import stride
 from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops import functional as ops
 

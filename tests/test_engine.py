@@ -32,7 +32,7 @@ from infer.kernels.gpu.plan import needed
 from infer.kernels.gpu.record import EMPTY, RawQueue, Recording
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import allocate
-from infer.kernels.lowering.graph import stride
+from infer.kernels.lowering.target import stride
 from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.sampler import ROW_LOGPROBS
 from infer.kernels.state.step import NO_TOKEN

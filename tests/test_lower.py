@@ -20,8 +20,8 @@ from infer.kernels.gpu.plan import DispatchPlan, linear_grid
 from infer.kernels.gpu.shader import KernelSpec, render
 from infer.kernels.gpu.tensor import GpuTensor, allocate
 from infer.kernels.lowering.arena import Arena, Kernel, Scratch, colour
-from infer.kernels.lowering.graph import Input, Slice, Value, stride
-from infer.kernels.lowering.target import MAX_VEC_ROWS, StepKind, constant
+from infer.kernels.lowering.graph import Slice, Value
+from infer.kernels.lowering.target import MAX_VEC_ROWS, StepKind, constant, stride
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.linear import LowRank
 from infer.kernels.ops.recurrent import SSMScan
@@ -538,8 +538,7 @@ def check_lifetimes(
                 holds[buffer] = operand
                 assert buffer.nbytes >= needed(operand, rows)
             else:
-                given = isinstance(operand, Input)
-                assert given or holds[buffer] is operand, f"{label} reads what has been lost"
+                assert holds[buffer] is operand, f"{label} reads what has been lost"
 
 
 def needed(operand: Value | Scratch, rows: int) -> int:

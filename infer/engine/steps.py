@@ -17,9 +17,9 @@ from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import DispatchPlan
 from infer.kernels.gpu.tensor import GpuTensor, allocate
 from infer.kernels.lowering.arena import Arena
-from infer.kernels.lowering.graph import Graph, Value, stride
+from infer.kernels.lowering.graph import Graph, Value
 from infer.kernels.lowering.lowering import Lowering
-from infer.kernels.lowering.target import MAX_VEC_ROWS, StepKind, Target, padded_rows
+from infer.kernels.lowering.target import MAX_VEC_ROWS, StepKind, Target, padded_rows, stride
 from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.attention import Attention
 from infer.kernels.ops.experts import ExpertDown

@@ -17,7 +17,7 @@ from infer.engine.options import EngineOptions
 from infer.engine.steps import Steps
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.record import Copy, PublicQueue, RawQueue, Recorded, Recording, StepQueue
-from infer.kernels.lowering.graph import stride
+from infer.kernels.lowering.target import stride
 from infer.kernels.state.sampler import LOGPROB, LOGPROBS_BYTES, ROW_LOGPROBS, Sampler
 from infer.kernels.state.step import HEADER, ROW
 

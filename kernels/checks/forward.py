@@ -147,8 +147,6 @@ class Forward:
         bound: list[Buffer] = []
         bindings = self.device.pipeline(kernel.spec).shader.bindings
         for binding, operand in zip(bindings, kernel.operands, strict=True):
-            if isinstance(operand, Input):
-                operand = operand.buffer
             bound.append(operand if isinstance(operand, Buffer) else buffers[binding.name])
         self._submit([dispatch(self.device, kernel.spec, bound, kernel.grid)], position)
 

@@ -38,4 +38,8 @@ def lower(
     rules = InvariantTuning if kind.invariant else Tuning
     target = Target(device, kind, tuning or rules(device), fuse, given)
     rewrite(graph, target, changes)
-    return Lowering(target, graph, step, output_buffer)
+    lowering = Lowering(target, graph.output, step, output_buffer)
+    for value in graph.values:
+        value.lower(lowering)
+    lowering.kernels.sort(key=lambda kernel: kernel.head)  # in the order in which they run
+    return lowering

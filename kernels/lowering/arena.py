@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import Count, Grid
 from infer.kernels.gpu.shader import KernelSpec
-from infer.kernels.lowering.graph import Value
+from infer.kernels.lowering.target import Intermediate
 
 
 @dataclass(eq=False)
@@ -19,7 +19,7 @@ class Scratch:
     is_routing: bool = False
 
 
-Operand = Value | Scratch | Buffer
+Operand = Intermediate | Scratch | Buffer
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,13 +56,13 @@ class Arena:
 class Slot:
     """Operands that share a buffer, and the bytes that the largest needs."""
 
-    operands: list[Value | Scratch]
+    operands: list[Intermediate | Scratch]
     nbytes: int
     free_from: int  # the index of the last kernel that uses it
 
 
 def colour(
-    kernels: Sequence[Kernel], nbytes: Callable[[Value | Scratch], int | None]
+    kernels: Sequence[Kernel], nbytes: Callable[[Intermediate | Scratch], int | None]
 ) -> list[Slot]:
     """Slots for what kernels pass on. Operands that are never needed at the same time share a slot;
     no kernel reads and writes the same. Routings share with nothing: they say how much work experts

@@ -19,9 +19,9 @@ from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.native.library import NOTHING, MatrixShape, Size
 from infer.kernels.gpu.tensor import BLOCK, HALF, GpuTensor
 from infer.kernels.lowering.arena import Operand, Scratch
-from infer.kernels.lowering.graph import Value, stride
+from infer.kernels.lowering.graph import Value, source
 from infer.kernels.lowering.lowering import Lowering
-from infer.kernels.lowering.target import Target
+from infer.kernels.lowering.target import ContextGrid, Target, stride
 from infer.kernels.lowering.tuning import NARROW_SOFTWARE, Tuning, loop_passes, power_of_two
 from infer.kernels.ops.kv_write import Heads, KVWrite, kv_params
 from infer.kernels.ops.matmul_matrix import matrix_params, matrix_shape
@@ -164,7 +164,7 @@ class Attention(Maker):
     def _chain(self, low: Lowering, common: dict[str, Any]) -> None:
         """attention_scores, softmax, weighted_sum."""
         cache, n_heads = self.cache, self.n_heads
-        q, q_stride, q_offset = low.source(self.q)
+        q, q_stride, q_offset = source(self.q)
         scores_stride = cache.pages_per_sequence * PAGE
         lanes = max(1, 256 // (cache.head_dim // 8))  # positions that weighted_sum adds at once
         if loop_passes(-(-self._seen() // lanes)) > low.tuning.loop_passes // 2:
@@ -179,7 +179,7 @@ class Attention(Maker):
         low.emit(
             "attention_scores",
             (low.step, cache.pages, q, cache.keys, scores),
-            lambda rows, kv_len: (-(-kv_len // 64), n_heads, rows),
+            _ScoresGrid(n_heads),
             common | {"Q_STRIDE": q_stride, "Q_OFFSET": q_offset, "SCORES_STRIDE": scores_stride},
         )
         low.emit(
@@ -214,11 +214,11 @@ class Attention(Maker):
         cache, heads, n_heads, window = self.cache, self.heads, self.n_heads, self.window
         variant = self.variant(low)
         assert variant is not None
-        x, x_stride, x_offset = low.source(self.q)
+        x, x_stride, x_offset = source(self.q)
         last: list[Operand] = [*self._sinks]
         ungated = gated = {"GATED": False, "GATE_STRIDE": 0, "GATE_OFFSET": 0}
         if self.gates is not None:
-            gates, gate_stride, gate_offset = low.source(self.gates)
+            gates, gate_stride, gate_offset = source(self.gates)
             gated = {"GATED": True, "GATE_STRIDE": gate_stride, "GATE_OFFSET": gate_offset}
             last.append(gates)
         quantize = self.prepares is not None
@@ -249,7 +249,7 @@ class Attention(Maker):
             low.emit(
                 kernel,
                 operands,
-                _Grid(joined, n_heads // joined.heads, window, 0, longest),
+                _SplitGrid(joined, n_heads // joined.heads, window, 0, longest),
                 params
                 | _split_params(cache, joined, window, 2)
                 | _variant_params(low, joined)
@@ -266,7 +266,7 @@ class Attention(Maker):
         low.emit(
             kernel,
             [*inputs, partial, *own],
-            _Grid(variant, n_heads // variant.heads, window, longest + 1),
+            _SplitGrid(variant, n_heads // variant.heads, window, longest + 1),
             params
             | split
             | _variant_params(low, variant)
@@ -278,7 +278,7 @@ class Attention(Maker):
         low.emit(
             "attention_combine",
             (low.step, partial, *outputs, *last),
-            _Grid(-(-self.width // (4 * _COMBINE_WORKGROUP)), 1, window, longest + 1),
+            _SplitGrid(-(-self.width // (4 * _COMBINE_WORKGROUP)), 1, window, longest + 1),
             split
             | gated
             | {
@@ -294,7 +294,7 @@ class Attention(Maker):
 
     def _tiled(self, low: Lowering, common: dict[str, Any]) -> None:
         cache, n_heads, variant = self.cache, self.n_heads, self.tiles(low)
-        q, q_stride, q_offset = low.source(self.q)
+        q, q_stride, q_offset = source(self.q)
         prompts = low.kind.prompts
         low.emit(
             "attention_tiled",
@@ -322,7 +322,7 @@ class Attention(Maker):
     def _matrix(self, low: Lowering, common: dict[str, Any]) -> None:
         cache, n_heads, variant = self.cache, self.n_heads, self.matrices(low)
         assert variant is not None
-        q, q_stride, q_offset = low.source(self.q)
+        q, q_stride, q_offset = source(self.q)
         prompts, latent = low.kind.prompts, cache.shape.latent
         values = [] if latent else [cache.values]
         low.emit(
@@ -344,7 +344,7 @@ class Attention(Maker):
 
 
 @dataclass(frozen=True)
-class _Grid:
+class _SplitGrid(ContextGrid):
     """(x, y, rows), or the splits of a variant for x, where a row attends to at least so many
     positions and at most so many; nothing elsewhere. Equal for equal layers."""
 
@@ -360,6 +360,16 @@ class _Grid:
             return NOTHING
         x = self.x if isinstance(self.x, int) else self.x.count(positions)
         return (x, self.y, rows)
+
+
+@dataclass(frozen=True)
+class _ScoresGrid(ContextGrid):
+    """A workgroup for 64 positions, each head and each row."""
+
+    heads: int
+
+    def __call__(self, rows: int, kv_len: int) -> Size:
+        return (-(-kv_len // 64), self.heads, rows)
 
 
 _COMBINED_AT_ONCE = 8  # splits: four registers each

@@ -14,9 +14,9 @@ from typing import Any
 from infer.kernels.gpu.plan import Count
 from infer.kernels.gpu.tensor import BLOCK, INTEGERS, PLANES, GpuTensor, Shard
 from infer.kernels.lowering.arena import Operand, Scratch
-from infer.kernels.lowering.graph import Value, stride
+from infer.kernels.lowering.graph import Value, source
 from infer.kernels.lowering.lowering import Lowering
-from infer.kernels.lowering.target import Target
+from infer.kernels.lowering.target import Target, stride
 from infer.kernels.lowering.tuning import NARROW_SOFTWARE, Tuning
 from infer.kernels.ops.linear import (
     NO_SCALES,
@@ -106,7 +106,7 @@ class Route(Value):
 
     def choice(self, low: Lowering) -> dict[str, Any]:
         """The parameters of top_experts.wgsl."""
-        _, logits_stride, offset = low.source(self.logits)
+        _, logits_stride, offset = source(self.logits)
         return {
             "ROUTE": True,
             "NORMALIZE": self.normalize,
@@ -130,7 +130,7 @@ class Route(Value):
         added = [v.buffer for v in (self.correction, self.expert_scales) if v is not None]
         low.emit(
             "route",
-            (low.source(self.logits)[0], self, *added),
+            (source(self.logits)[0], self, *added),
             low.row_grid(self, 1),
             params | {"WG": low.tuning.workgroup(4 * self.experts)} | self.choice(low),
         )
@@ -262,10 +262,10 @@ class _Experts(Projection):
         outputs = self.outputs_bound
         first: Operand = routing
         if params["ROUTE"]:
-            first = low.source(routing.logits)[0]
+            first = source(routing.logits)[0]
             outputs += [routing]
             outputs += [] if routing.correction is None else [routing.correction.buffer]
-        added = [] if self.residual is None else [low.source(self.residual)[0]]
+        added = [] if self.residual is None else [source(self.residual)[0]]
         x, y = -(-n // variant.per_workgroup), 1 if combine else slots
         for shard in weight.shards:
             weights, *rest = multiplied(shard, inputs)
@@ -404,7 +404,7 @@ class ExpertDown(_Experts):
             return
         parts = Scratch(4 * low.kind.rows * routing.all_slots * stride(self.width))
         self.lower_tiles(low, inputs, parts, "none", 1)
-        added = [] if self.residual is None else [low.source(self.residual)[0]]
+        added = [] if self.residual is None else [source(self.residual)[0]]
         low.emit(
             "expert_sum",
             (routing, parts, self, *added),

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.tensor import HALF, GpuTensor
 from infer.kernels.lowering.arena import Operand
-from infer.kernels.lowering.graph import Value, source, stride
+from infer.kernels.lowering.graph import Value, source
 from infer.kernels.lowering.lowering import Lowering
-from infer.kernels.lowering.target import Target, padded_rows, per_row, tile_grid
+from infer.kernels.lowering.target import Target, padded_rows, per_row, stride, tile_grid
 from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.kv_write import NO_KEY, LatentKey
 from infer.kernels.ops.linear import NO_SCALES, matmul_variant, multiplied, tile_params
@@ -95,12 +95,12 @@ class HeadLinear(Maker):
             self._matmul(low)
             return
         weight, n, k = self.weight, self.outputs, self.weight.shape[1]
-        x, x_stride, offset = low.source(self.x)
+        x, x_stride, offset = source(self.x)
         variant = low.tuning.choose(head_linear_variant, low.kind.rows, k)
         outputs = [self] if self.prepares is None else self.prepares.operands
         last: list[Operand] = [] if self.rope is None else [self.rope.table]
         if self.key is not None and self.latent is not None:
-            last += [low.source(self.latent)[0], *self.key.operands]
+            last += [source(self.latent)[0], *self.key.operands]
         tiles = -(-n // variant.outputs) + (self.kept > 0) + (self.key is not None)
         for shard in weight.shards:
             low.emit(
@@ -137,7 +137,7 @@ class HeadLinear(Maker):
         """For many rows, but for what is kept: a product of each head in one dispatch."""
         weight, n, k = self.weight, self.outputs, self.weight.shape[1]
         x_head, y_head = self.head, self.width // self.heads
-        x, x_stride, offset = low.source(self.x)
+        x, x_stride, offset = source(self.x)
         inputs: list[Operand] = [x]
         width = offset + self.x.width
         matrix = self._matrix_variant(low, offset)

@@ -20,9 +20,9 @@ from infer.kernels.gpu.tensor import (
     Shard,
 )
 from infer.kernels.lowering.arena import Operand, Scratch
-from infer.kernels.lowering.graph import Value, stride
+from infer.kernels.lowering.graph import Value, source
 from infer.kernels.lowering.lowering import Lowering
-from infer.kernels.lowering.target import Target, padded_rows, per_row, tile_grid
+from infer.kernels.lowering.target import Target, padded_rows, per_row, stride, tile_grid
 from infer.kernels.lowering.tuning import Tuning, loop_passes, power_of_two
 from infer.kernels.ops.matmul_lanes import LanesShape, LanesVariant, matmul_lanes_variant
 from infer.kernels.ops.matmul_matrix import MatrixVariant, matmul_matrix_variant
@@ -96,7 +96,7 @@ class Projection(Maker):
         """Returns the operands besides the weights: the activation and, where they exist, its
         scales or norm weights; and the parameters of a norm that a kernel of few rows computes
         itself."""
-        x, _, offset = low.source(self.x)
+        x, _, offset = source(self.x)
         if offset:
             raise ValueError("a projection reads whole rows")
         inputs: list[Operand] = [x]
@@ -248,7 +248,7 @@ class Linear(Projection):
         inputs, of_norm = self.read(low)
         added: list[Operand] = [] if self.bias is None else [self.bias.buffer]
         if self.residual is not None:
-            added.append(low.source(self.residual)[0])
+            added.append(source(self.residual)[0])
         params: dict[str, Any] = {
             "WEIGHT": self.weight.dtype,
             "K": self.weight.shape[1],
@@ -266,7 +266,7 @@ class Linear(Projection):
         params |= {"GATE_STRIDE": 0, "GATE_OFFSET": 0, "STOPS": self._stops(low)}
         gates = self.gate or self.factors
         if gates is not None:
-            x, gate_stride, offset = low.source(gates)
+            x, gate_stride, offset = source(gates)
             added.append(x)
             params |= {"GATE_STRIDE": gate_stride, "GATE_OFFSET": offset}
         if params["STOPS"]:

@@ -9,9 +9,9 @@ from typing import Any
 from infer.kernels.gpu.plan import Grid
 from infer.kernels.gpu.tensor import GpuTensor, Shard
 from infer.kernels.lowering.arena import Operand
-from infer.kernels.lowering.graph import Value, stride
+from infer.kernels.lowering.graph import Value, source
 from infer.kernels.lowering.lowering import Lowering
-from infer.kernels.lowering.target import Target, per_row, tile_grid
+from infer.kernels.lowering.target import Target, per_row, stride, tile_grid
 from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.linear import Projection, multiplied
 from infer.kernels.ops.prepared import Form
@@ -78,10 +78,10 @@ class LoraUp(Value):
         return self.n
 
     def lower(self, low: Lowering) -> None:
-        x, _, offset = low.source(self.x)
+        x, _, offset = source(self.x)
         if offset:
             raise ValueError("a projection reads whole rows")
-        added: list[Operand] = [] if self.residual is None else [low.source(self.residual)[0]]
+        added: list[Operand] = [] if self.residual is None else [source(self.residual)[0]]
         rows, k = low.tuning.choose(lora_rows, low.rows(self)), self.weight.shape[1]
         for shard in self.weight.shards:
             low.emit(

@@ -9,9 +9,9 @@ from typing import Any
 from infer.kernels.gpu.plan import linear_grid
 from infer.kernels.gpu.tensor import BLOCK, CODED, INTEGERS, LOOKED_UP, GpuTensor
 from infer.kernels.lowering.arena import Operand, Scratch
-from infer.kernels.lowering.graph import Value, stride
+from infer.kernels.lowering.graph import Value
 from infer.kernels.lowering.lowering import Lowering
-from infer.kernels.lowering.target import Target, padded_rows, per_row
+from infer.kernels.lowering.target import Target, padded_rows, per_row, stride
 from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.prepared import Maker
 

@@ -10,9 +10,9 @@ from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.plan import Grid
 from infer.kernels.gpu.tensor import BLOCK, GpuTensor
 from infer.kernels.lowering.arena import Operand, Scratch
-from infer.kernels.lowering.graph import Value, stride
+from infer.kernels.lowering.graph import Value, source
 from infer.kernels.lowering.lowering import Lowering
-from infer.kernels.lowering.target import Target, padded_rows
+from infer.kernels.lowering.target import Target, padded_rows, stride
 
 HALVES = "f16"
 """The form of activations that matmul_matrix reads: f16, with an f32 scale for each row."""
@@ -111,7 +111,7 @@ class Prepared(Value):
     def lower(self, low: Lowering) -> None:
         if self.made:
             return
-        x = low.source(self.x)[0]
+        x = source(self.x)[0]
         order = [] if self.order is None else [self.order]
         if self.scales == HALVES:
             lower_half_rows(

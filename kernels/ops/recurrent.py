@@ -10,9 +10,9 @@ from typing import TypeVar
 from infer.kernels.gpu.plan import Grid
 from infer.kernels.gpu.tensor import HALF, GpuTensor
 from infer.kernels.lowering.arena import Operand
-from infer.kernels.lowering.graph import Value, stride
+from infer.kernels.lowering.graph import Value, source
 from infer.kernels.lowering.lowering import Lowering
-from infer.kernels.lowering.target import Target
+from infer.kernels.lowering.target import Target, stride
 from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.prepared import Form, Maker
 from infer.kernels.state.layer_state import LayerState
@@ -59,7 +59,7 @@ class ShortConv(Value):
         return shape.channels
 
     def lower(self, low: Lowering) -> None:
-        x, x_stride, offset = low.source(self.x)
+        x, x_stride, offset = source(self.x)
         operands: list[Operand] = [low.step, x, self.weight.buffer, self.state.inputs, self]
         workgroups = -(-self.width // 64)
         rows_each = 1 if low.kind.batch else _CONV_ROWS
@@ -109,7 +109,7 @@ class DeltaRule(Value):
     def lower(self, low: Lowering) -> None:
         state, shape = self.state, self.state.shape
         variant = low.tuning.choose(delta_rule_variant, low.kind.span, shape.key_dim)
-        (x, x_stride, _), (gates, gates_stride, _) = low.source(self.x), low.source(self.gates)
+        (x, x_stride, _), (gates, gates_stride, _) = source(self.x), source(self.gates)
         vectors = self.a_log.buffer, self.dt_bias.buffer
         recent, recent_params = _recent(low, state, 1)
         low.emit(
@@ -174,8 +174,8 @@ class SSMScan(Maker):
         state, shape = self.state, self.state.shape
         dt_min, dt_max = self.dt_limit
         variant = low.tuning.choose(ssm_scan_variant, low.kind.span, shape.key_dim)
-        (x, x_stride, _), (z, z_stride, z_offset) = low.source(self.x), low.source(self.z)
-        dt, dt_stride, dt_offset = low.source(self.dt)
+        (x, x_stride, _), (z, z_stride, z_offset) = source(self.x), source(self.z)
+        dt, dt_stride, dt_offset = source(self.dt)
         recent, recent_params = _recent(low, state, 1)
         low.emit(
             "ssm_scan",
