@@ -25,7 +25,7 @@ Operand = Intermediate | Scratch | Buffer
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """A dispatch before its buffers are known. operands: in the order of the bindings; the shader
-    says which are written."""
+    says which are written. variant: of the kernel, where a rule chose it."""
 
     spec: KernelSpec
     operands: tuple[Operand, ...]
@@ -33,6 +33,7 @@ class Kernel:
     moved: Count
     flops: Count
     head: bool
+    variant: object = None
 
 
 class Arena:

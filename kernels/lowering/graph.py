@@ -16,7 +16,7 @@ from typing import Any, ParamSpec
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.lowering.arena import Operand
 from infer.kernels.lowering.lowering import Lowering
-from infer.kernels.lowering.target import Intermediate, stride
+from infer.kernels.lowering.target import Intermediate, Target, stride
 
 P = ParamSpec("P")
 _COUNTER = count()
@@ -38,6 +38,10 @@ class Value(Intermediate):
     def checked_width(self) -> int:
         """The width of the result. Raises ValueError for inputs that do not fit."""
         raise NotImplementedError
+
+    def choose(self, target: Target) -> None:
+        """Choose the variants of its kernels, where it has several. Rules that change what it
+        computes have run by then; `lower` reads what it chose."""
 
     def lower(self, low: Lowering) -> None:
         """Emit its kernels."""

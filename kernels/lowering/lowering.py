@@ -41,8 +41,9 @@ class Lowering(Target):
         params: Mapping[str, Any] = NO_PARAMS,
         moved: Count | int = 0,
         flops: Count | int = 0,
+        variant: object = None,
     ) -> None:
-        """Add a kernel. operands: in the order of its bindings."""
+        """Add a kernel. operands: in the order of its bindings. variant: as of Kernel."""
         head = any(isinstance(item, Intermediate) and self._in_head(item) for item in operands)
         if callable(grid) and self.kind.rows == 1 and not isinstance(grid, ContextGrid):
             grid = grid(1, 0)
@@ -54,6 +55,7 @@ class Lowering(Target):
                 moved if callable(moved) else constant(moved),
                 flops if callable(flops) else constant(flops),
                 head,
+                variant,
             )
         )
 

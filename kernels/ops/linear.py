@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.tensor import (
     BLOCK,
     CODED,
@@ -39,9 +37,7 @@ _SPLIT_COLUMNS = 256  # at the least
 _START = 64  # columns: what a workgroup waits for before its first product
 _COMBINE = 6e5  # what a launch of matmul_combine costs, in products of a multiprocessor
 
-NO_SCALES: Mapping[Shard, Buffer] = MappingProxyType({})
-
-Tile = TypeVar("Tile", bound="TileVariant")
+AnyTile = TypeVar("AnyTile", bound="TileVariant")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +63,8 @@ class Projection(Maker):
     """Multiplies whole rows of x by a weight.
 
     Rules add: the norm of x that goes into it; prepared: x in the form in which it is read;
-    residual: what is added to the result.
+    residual: what is added to the result. Chosen: x_scales: the layout of the scales of x as int8
+    (quantize_block.wgsl), HALVES, or "" where x is read as it is.
     """
 
     x: Value
@@ -76,6 +73,7 @@ class Projection(Maker):
     residual: Value | None = field(default=None, kw_only=True)
 
     weight: GpuTensor = field(init=False)
+    x_scales: str = field(init=False)
 
     @property
     def x_parts(self) -> int:
@@ -87,10 +85,8 @@ class Projection(Maker):
         """Whether it multiplies integers."""
         return self.weight.dtype in INTEGERS
 
-    def x_scales(self, target: Target) -> str:
-        """Returns the layout of the scales of x as int8 (quantize_block.wgsl), "halves" or
-        "blocks"; "" where x is read as it is."""
-        return ("halves" if target.vec(self) else "blocks") if self.int8 else ""
+    def choose(self, target: Target) -> None:
+        self.x_scales = ("halves" if target.vec(self) else "blocks") if self.int8 else ""
 
     def read(self, low: Lowering) -> tuple[list[Operand], dict[str, Any]]:
         """Returns the operands besides the weights: the activation and, where they exist, its
@@ -109,7 +105,8 @@ class Projection(Maker):
         return inputs, {"NORM": self.norm is not None, "SCALED": scaled, "EPS": eps}
 
     def takes_norm(self, target: Target) -> bool:
-        """Whether a norm of x may go into it."""
+        """Whether a norm of x may go into it. A rule may ask before the kernel is chosen, as that
+        depends on the rows and the weight alone."""
         return target.kind.vec and not by_rows(target, self)
 
     @property
@@ -119,24 +116,23 @@ class Projection(Maker):
         return len(self.weight.shards[0].buffers) + inputs
 
 
-def multiplied(
-    shard: Shard, inputs: Sequence[Operand], row_scales: Mapping[Shard, Buffer] = NO_SCALES
-) -> list[Operand]:
+def multiplied(shard: Shard, inputs: Sequence[Operand]) -> list[Operand]:
     """Returns the operands that kernels of projections bind first: the weights with their scales,
-    and the inputs. row_scales: scales of the weights' rows, for a kernel that reads them."""
+    and the inputs."""
     scales = [] if shard.scales is None else [shard.scales]
-    of_rows = [row_scales[shard]] if shard in row_scales else []
-    return [shard.buffer, inputs[0], *scales, *inputs[1:], *of_rows]
+    return [shard.buffer, inputs[0], *scales, *inputs[1:]]
 
 
-def _has_room_for_splits(target: Target, rows: int, n: int) -> bool:
-    """Whether the sums of all workgroups that may share columns fit in a binding."""
-    return _MOST_SPLITS * 4 * padded_rows(rows) * stride(n) <= target.device.limits.max_binding
+def tile_operands(
+    weight: GpuTensor, shard: Shard, tile: Tile, inputs: Sequence[Operand]
+) -> list[Operand]:
+    """Returns what `multiplied` does and, where matmul_matrix reads them, the scales of the
+    weights' rows."""
+    scaled = isinstance(tile, MatrixVariant) and shard in weight.row_scales
+    return [*multiplied(shard, inputs), *([weight.row_scales[shard]] if scaled else [])]
 
 
-def tile_params(
-    low: Lowering, weight: GpuTensor, tile: TileVariant | MatrixVariant
-) -> dict[str, Any]:
+def tile_params(low: Lowering, weight: GpuTensor, tile: Tile) -> dict[str, Any]:
     """Returns the parameters of matmul, matmul_int8 or matmul_matrix for whole rows of x, those of
     the step, and no epilogue."""
     k = weight.shape[1]
@@ -170,6 +166,7 @@ class Linear(Projection):
 
     Rules add: activation: of the result. gated: activation(gate) * up of its halves. gate: one
     value for each row, whose sigmoid multiplies it; factors: as many as it has itself; residual.
+    Chosen: variant, whose type says which kernel; tiles: one for each shard.
     """
 
     weight: GpuTensor
@@ -179,6 +176,7 @@ class Linear(Projection):
     gated: bool = field(default=False, kw_only=True)
     gate: Value | None = field(default=None, kw_only=True)
     factors: Value | None = field(default=None, kw_only=True)
+    variant: VecVariant | RowsVariant | LanesVariant | tuple[Tile, ...] = field(init=False)
 
     def checked_width(self) -> int:
         n, k = self.weight.shape
@@ -192,24 +190,31 @@ class Linear(Projection):
         later = (self.residual, self.gate, self.factors)
         return self.activation == "none" and all(item is None for item in later)
 
-    def x_scales(self, target: Target) -> str:
-        if self._matrix_variant(target) is not None:
-            return HALVES
-        if self.int8 and self._rows_variant(target) is not None:
-            return "rows"
-        if self.int8 and self._lanes_variant(target) is not None:
-            return "halves"
-        return super().x_scales(target)
+    def choose(self, target: Target) -> None:
+        super().choose(target)
+        matrix = self._matrix_variant(target)
+        if matrix is not None:
+            self.variant, self.x_scales = (matrix,) * len(self.weight.shards), HALVES
+            return
+        self.variant = (
+            self._rows_variant(target)
+            or self._lanes_variant(target)
+            or (self._vec_variant(target) if target.vec(self) else self._tiles(target))
+        )
+        if self.int8 and isinstance(self.variant, RowsVariant):
+            self.x_scales = "rows"
+        elif self.int8 and isinstance(self.variant, LanesVariant):
+            self.x_scales = "halves"
 
     def takes_norm(self, target: Target) -> bool:
-        if self._lanes_variant(target) is not None:
-            return target.kind.single  # of more rows each workgroup would take all of them again
-        return super().takes_norm(target)
+        # matmul_lanes: of more rows each workgroup would take all of them again.
+        once = target.kind.single or self._lanes_variant(target) is None
+        return once and super().takes_norm(target)
 
     def writes(self, form: Form, target: Target) -> bool:
-        if not target.vec(self) or self._rows_variant(target) is not None:
+        if not target.vec(self) or isinstance(self.variant, RowsVariant):
             return False
-        if form.int8 and self._lanes_variant(target) is not None:
+        if form.int8 and isinstance(self.variant, LanesVariant):
             return False  # its outputs lie in no workgroup's memory
         optional = (self.bias, self.residual, self.gate or self.factors)
         bound = self.bound + sum(item is not None for item in optional) + self._stops(target)
@@ -221,31 +226,46 @@ class Linear(Projection):
         """Whether a row that has stopped writes nothing: where rows are those of the step."""
         return target.kind.rows == 1 or not (self.of_logits and target.kind.logits)
 
-    def _rows_variant(self, target: Target) -> RowsVariant | None:
-        if self._matrix_variant(target) is not None:
-            return None
-        plain = self.gate is None and self.factors is None
-        return chosen_variant(target, self, self.weight, self.gated, plain)
-
-    def _lanes_variant(self, target: Target) -> LanesVariant | None:
-        if self._matrix_variant(target) is not None or self._rows_variant(target) is not None:
-            return None
-        shape = LanesShape(target.rows(self), self.weight.dtype)
-        return target.tuning.choose(matmul_lanes_variant, shape)
-
     def _matrix_variant(self, target: Target) -> MatrixVariant | None:
         """The variant for the largest shard; None where it is not multiplied by matrices."""
         plain = self.gate is None and self.factors is None and self.norm is None
         if target.vec(self) or not plain or target.kind.invariant:
             return None
-        rows, weight, n = target.rows(self), self.weight, self.weight.shards[0].rows
-        splits = _has_room_for_splits(target, rows, n) and not self.gated
-        sizes = rows, n, weight.shape[1]
-        return target.tuning.choose(matmul_matrix_variant, *sizes, weight.dtype, splits)
+        rows, n, k, splits = self._tile_sizes(target, self.weight.shards[0])
+        return target.tuning.choose(matmul_matrix_variant, rows, n, k, self.weight.dtype, splits)
+
+    def _rows_variant(self, target: Target) -> RowsVariant | None:
+        plain = self.gate is None and self.factors is None
+        return chosen_variant(target, self, self.weight, self.gated, plain)
+
+    def _lanes_variant(self, target: Target) -> LanesVariant | None:
+        shape = LanesShape(target.rows(self), self.weight.dtype)
+        return target.tuning.choose(matmul_lanes_variant, shape)
+
+    def _vec_variant(self, target: Target) -> VecVariant:
+        k, rows, int8 = self.weight.shape[1], target.rows(self), self.output_params["QUANTIZE"]
+        shape = VecShape(k, self.width, rows, self.weight.dtype, self.gated, int8)
+        return target.tuning.choose(matmul_vec_variant, shape)
+
+    def _tiles(self, target: Target) -> tuple[Tile, ...]:
+        def tile(shard: Shard) -> Tile:
+            sizes = self._tile_sizes(target, shard)
+            if self.int8:
+                return target.tuning.choose(matmul_int8_variant, *sizes, self.weight.dtype)
+            return target.tuning.choose(matmul_variant, *sizes, 1)
+
+        return tuple(tile(shard) for shard in self.weight.shards)
+
+    def _tile_sizes(self, target: Target, shard: Shard) -> tuple[int, int, int, bool]:
+        """Returns rows, outputs and columns of a shard's product, and whether workgroups may share
+        the columns: not of pairs, and if the sums of all of them fit in a binding."""
+        rows, n = target.rows(self), shard.rows
+        sums = _MOST_SPLITS * 4 * padded_rows(rows) * stride(n)
+        fits = sums <= target.device.limits.max_binding
+        return rows, n, self.weight.shape[1], fits and not self.gated
 
     def lower(self, low: Lowering) -> None:
-        rows = low.rows(self)
-        inputs, of_norm = self.read(low)
+        variant, (inputs, of_norm) = self.variant, self.read(low)
         added: list[Operand] = [] if self.bias is None else [self.bias.buffer]
         if self.residual is not None:
             added.append(source(self.residual)[0])
@@ -258,9 +278,8 @@ class Linear(Projection):
             "RESIDUAL": self.residual is not None,
             "ACTIVATION": self.activation,
         }
-        variant, lanes = self._rows_variant(low), self._lanes_variant(low)
-        if variant is None and lanes is None and not low.vec(self):
-            self._matmul(low, rows, inputs, [self, *added], params)
+        if isinstance(variant, tuple):
+            self._lower_tiles(low, variant, inputs, [self, *added], params)
             return
         params |= {"SIGMOID_GATE": self.gate is not None, "FACTORS": self.factors is not None}
         params |= {"GATE_STRIDE": 0, "GATE_OFFSET": 0, "STOPS": self._stops(low)}
@@ -271,53 +290,41 @@ class Linear(Projection):
             params |= {"GATE_STRIDE": gate_stride, "GATE_OFFSET": offset}
         if params["STOPS"]:
             added.insert(0, low.step)
-        if lanes is not None:
-            self._matmul_lanes(low, lanes, inputs, added, params | of_norm)
-            return
-        if variant is None:
-            self._matmul_vec(low, rows, inputs, added, params | of_norm)
-            return
-        read = [multiplied(shard, inputs) for shard in self.weight.shards]
-        scale_rows = 0 if self.prepared is None else self.prepared.scale_rows
-        params |= {"GATED": self.gated}
-        emit_rows(low, self, variant, self.weight, scale_rows, read, added, params)
+        if isinstance(variant, VecVariant):
+            self._lower_vec(low, variant, inputs, added, params | of_norm)
+        elif isinstance(variant, LanesVariant):
+            self._lower_lanes(low, variant, inputs, added, params | of_norm)
+        else:
+            read = [multiplied(shard, inputs) for shard in self.weight.shards]
+            scale_rows = 0 if self.prepared is None else self.prepared.scale_rows
+            params |= {"GATED": self.gated}
+            emit_rows(low, self, variant, self.weight, scale_rows, read, added, params)
 
-    def _matmul(
+    def _lower_tiles(
         self,
         low: Lowering,
-        rows: int,
+        tiles: Sequence[Tile],
         inputs: Sequence[Operand],
         rest: Sequence[Operand],
         params: dict[str, Any],
     ) -> None:
-        weight, k = self.weight, self.weight.shape[1]
-        matrix = self._matrix_variant(low)
-        row_scales = NO_SCALES if matrix is None else weight.row_scales
-        for shard in weight.shards:
+        weight, k, rows = self.weight, self.weight.shape[1], low.rows(self)
+        for shard, tile in zip(weight.shards, tiles, strict=True):
             n = shard.rows
-            sums = 4 * padded_rows(rows) * stride(n)
-            sizes = rows, n, k, _has_room_for_splits(low, rows, n) and not self.gated
-            tile: TileVariant | MatrixVariant
-            if matrix is not None:
-                tile, kernel = matrix, "matmul_matrix"
-            elif self.int8:
-                tile = low.tuning.choose(matmul_int8_variant, *sizes, weight.dtype)
-                kernel = "matmul_int8"
-            else:
-                tile, kernel = low.tuning.choose(matmul_variant, *sizes, 1), "matmul"
             own = tile_params(low, weight, tile) | params | {"START": shard.start}
             written = list(rest)
             if tile.splits > 1:
                 own |= {"BIAS": False, "RESIDUAL": False, "ACTIVATION": "none", "SCALE": 1.0}
                 own |= {"START": 0, "Y_STRIDE": stride(n), "SPLIT_ROWS": padded_rows(rows)}
-                written = [Scratch(tile.splits * sums)]
+                written = [Scratch(tile.splits * 4 * padded_rows(rows) * stride(n))]
             low.emit(
-                kernel,
-                [*multiplied(shard, inputs, row_scales), *written],
+                tile.kernel,
+                [*tile_operands(weight, shard, tile, inputs), *written],
                 tile_grid(-(-n // tile.columns), tile.rows, tile.splits),
                 own | {"N": n // 2 if self.gated else n, "GATED": self.gated},
                 moved=shard.nbytes,
                 flops=per_row(2 * n * k),
+                variant=tile,
             )
             if tile.splits > 1:
                 names = ("Y_STRIDE", "SCALE", "BIAS", "RESIDUAL", "ACTIVATION")
@@ -331,19 +338,15 @@ class Linear(Projection):
                     moved=per_row(4 * n * (tile.splits + 1)),
                 )
 
-    def _matmul_vec(
+    def _lower_vec(
         self,
         low: Lowering,
-        rows: int,
+        variant: VecVariant,
         inputs: Sequence[Operand],
         added: Sequence[Operand],
         params: dict[str, Any],
     ) -> None:
-        weight, k, written = self.weight, self.weight.shape[1], self.output_params
-        variant = low.tuning.choose(
-            matmul_vec_variant,
-            VecShape(k, self.width, rows, weight.dtype, self.gated, written["QUANTIZE"]),
-        )
+        weight, k, rows = self.weight, self.weight.shape[1], low.rows(self)
         for shard in weight.shards:
             n = shard.rows // 2 if self.gated else shard.rows
             low.emit(
@@ -353,7 +356,7 @@ class Linear(Projection):
                 params
                 | weight.grouping.params
                 | variant.params
-                | written
+                | self.output_params
                 | {
                     "N": n,
                     "START": shard.start,
@@ -364,9 +367,10 @@ class Linear(Projection):
                 },
                 moved=shard.nbytes,
                 flops=2 * rows * shard.rows * k,
+                variant=variant,
             )
 
-    def _matmul_lanes(
+    def _lower_lanes(
         self,
         low: Lowering,
         variant: LanesVariant,
@@ -392,6 +396,7 @@ class Linear(Projection):
                 },
                 moved=shard.nbytes,
                 flops=per_row(2 * shard.rows * k),
+                variant=variant,
             )
 
 
@@ -524,6 +529,7 @@ class TileVariant:
     """matmul: rows and outputs per invocation, double buffer, invocations of a workgroup along the
     rows and along the outputs, workgroups that share the columns."""
 
+    kernel: ClassVar[str] = "matmul"
     m_tile: int
     n_tile: int
     double: bool
@@ -564,6 +570,7 @@ class Int8TileVariant(TileVariant):
     """The tile of matmul_int8, for weights of any grouping. planes: how many int8 numbers make each
     of their integers."""
 
+    kernel = "matmul_int8"
     planes: int = 1
 
     @property
@@ -571,6 +578,9 @@ class Int8TileVariant(TileVariant):
         rows = 3 * 16 + 4 + 8  # integers of a block, their scale, and offsets or a table
         columns = (1 + 2 * self.planes) * 16 + 2 * 8  # two scales, each with an offset
         return (1 + self.double) * (self.rows * rows + self.columns * columns)
+
+
+Tile = TileVariant | MatrixVariant
 
 
 def matmul_variant(
@@ -608,17 +618,17 @@ def matmul_int8_variant(
 
 def _fastest(
     tuning: Tuning,
-    tiles: dict[Tile, float],
+    tiles: dict[AnyTile, float],
     rows: int,
     n: int,
     k: int,
     splits: bool,
     least_rounds: float,
-) -> Tile:
+) -> AnyTile:
     """Returns the tile that takes the least time. tiles: their speeds where there are many of them.
     They run in rounds of one for each multiprocessor, at least `least_rounds` of them."""
 
-    def cost(tile: Tile) -> float:
+    def cost(tile: AnyTile) -> float:
         count = -(-rows // tile.rows) * -(-n // tile.columns) * tile.splits
         rounds = max(least_rounds, -(-count // tuning.multiprocessors))
         columns = k / tile.splits + _START

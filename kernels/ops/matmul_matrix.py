@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from infer.kernels.gpu.native.library import MatrixShape
 from infer.kernels.gpu.tensor import CODED, INTEGERS
@@ -43,6 +43,7 @@ class MatrixVariant:
     share the columns, and how many tiles are on their way from memory while one is multiplied.
     emulated: without the adapter's own matrices."""
 
+    kernel: ClassVar[str] = "matmul_matrix"
     shape: MatrixShape
     lanes: int
     rows: int

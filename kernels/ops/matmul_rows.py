@@ -267,6 +267,7 @@ def emit_rows(
             | {"N": n, "ROWS": rows, "SCALE_ROWS": scale_rows},
             moved=shard.nbytes,
             flops=2 * rows * shard.rows * k,
+            variant=variant,
         )
         if variant.splits > 1:
             names = ("Y_STRIDE", "SCALE", "BIAS", "RESIDUAL", "ACTIVATION")

@@ -194,8 +194,13 @@ class Maker(Value):
     prepares: Prepared | None = field(default=None, kw_only=True)
 
     def writes(self, form: Form, target: Target) -> bool:
-        """Whether it can write that form."""
+        """Whether the kernel that it chose can write that form."""
         raise NotImplementedError
+
+    def write(self, form: Prepared, target: Target) -> None:
+        """Have that kernel write this form, in the variant that is for it."""
+        self.prepares = form
+        self.choose(target)
 
     @property
     def output_params(self) -> dict[str, bool]:

@@ -95,6 +95,7 @@ class DeltaRule(Value):
     a_log: GpuTensor
     dt_bias: GpuTensor
     state: LayerState
+    variant: DeltaVariant = field(init=False)
 
     def checked_width(self) -> int:
         shape = self.state.shape
@@ -106,9 +107,12 @@ class DeltaRule(Value):
             raise ValueError(f"gates of {self.gates.width} values do not fit {shape.heads} heads")
         return values
 
+    def choose(self, target: Target) -> None:
+        key_dim = self.state.shape.key_dim
+        self.variant = target.tuning.choose(delta_rule_variant, target.kind.span, key_dim)
+
     def lower(self, low: Lowering) -> None:
-        state, shape = self.state, self.state.shape
-        variant = low.tuning.choose(delta_rule_variant, low.kind.span, shape.key_dim)
+        state, shape, variant = self.state, self.state.shape, self.variant
         (x, x_stride, _), (gates, gates_stride, _) = source(self.x), source(self.gates)
         vectors = self.a_log.buffer, self.dt_bias.buffer
         recent, recent_params = _recent(low, state, 1)
@@ -133,6 +137,7 @@ class DeltaRule(Value):
                 + 4 * rows * (x_stride + self.width)
             ),
             flops=lambda rows, kv_len: 6 * rows * shape.key_dim * self.width,
+            variant=variant,
         )
 
 
@@ -151,6 +156,7 @@ class SSMScan(Maker):
     heads: GpuTensor
     state: LayerState
     dt_limit: tuple[float, float] = (0.0, math.inf)
+    variant: ScanVariant = field(init=False)
 
     def checked_width(self) -> int:
         shape = self.state.shape
@@ -164,16 +170,18 @@ class SSMScan(Maker):
             raise ValueError(f"a weight of {self.heads.shape} does not fit {shape.heads} heads")
         return values
 
+    def choose(self, target: Target) -> None:
+        key_dim = self.state.shape.key_dim
+        self.variant = target.tuning.choose(ssm_scan_variant, target.kind.span, key_dim)
+
     def writes(self, form: Form, target: Target) -> bool:
-        variant = target.tuning.choose(ssm_scan_variant, target.kind.span, self.state.shape.key_dim)
-        halves = variant.columns % HALF == self.state.shape.value_dim % HALF == 0
+        halves = self.variant.columns % HALF == self.state.shape.value_dim % HALF == 0
         bound = 7 if target.kind.drafts else 6
         return form.fits(self, target, bound) and (halves or not form.int8)
 
     def lower(self, low: Lowering) -> None:
-        state, shape = self.state, self.state.shape
+        state, shape, variant = self.state, self.state.shape, self.variant
         dt_min, dt_max = self.dt_limit
-        variant = low.tuning.choose(ssm_scan_variant, low.kind.span, shape.key_dim)
         (x, x_stride, _), (z, z_stride, z_offset) = source(self.x), source(self.z)
         dt, dt_stride, dt_offset = source(self.dt)
         recent, recent_params = _recent(low, state, 1)
@@ -204,6 +212,7 @@ class SSMScan(Maker):
                 + 4 * rows * (x_stride + self.width)
             ),
             flops=lambda rows, kv_len: 6 * rows * shape.key_dim * self.width,
+            variant=variant,
         )
 
 
