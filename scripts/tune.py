@@ -46,13 +46,6 @@ from infer.kernels.lowering.target import StepKind
 from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.attention import attention_variant
 from infer.kernels.ops.head_linear import head_linear_variant
-from infer.kernels.ops.linear import (
-    TileVariant,
-    VecShape,
-    matmul_int8_variant,
-    matmul_variant,
-    matmul_vec_variant,
-)
 from infer.kernels.ops.matmul_lanes import LanesVariant, matmul_lanes_variant
 from infer.kernels.ops.matmul_matrix import (
     MatrixVariant,
@@ -65,6 +58,8 @@ from infer.kernels.ops.matmul_rows import (
     matmul_rows_variant,
     possible_variant,
 )
+from infer.kernels.ops.matmul_tiles import TileVariant, matmul_int8_variant, matmul_variant
+from infer.kernels.ops.matmul_vec import VecShape, matmul_vec_variant
 from infer.kernels.ops.recurrent import ScanVariant, delta_rule_variant, ssm_scan_variant
 from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.loading import DTYPES

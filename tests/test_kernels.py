@@ -49,18 +49,16 @@ from infer.kernels.ops.attention import (
     attention_joined_variant,
     attention_variant,
 )
-from infer.kernels.ops.linear import (
-    Int8TileVariant,
-    TileVariant,
-    VecShape,
-    VecVariant,
-    matmul_int8_variant,
-    matmul_variant,
-    matmul_vec_variant,
-)
 from infer.kernels.ops.lora import LoraDown, lora_outputs, lora_rows
 from infer.kernels.ops.matmul_lanes import matmul_lanes_variant
 from infer.kernels.ops.matmul_rows import few_rows
+from infer.kernels.ops.matmul_tiles import (
+    Int8TileVariant,
+    TileVariant,
+    matmul_int8_variant,
+    matmul_variant,
+)
+from infer.kernels.ops.matmul_vec import VecShape, VecVariant, matmul_vec_variant
 from infer.kernels.state.sampler import INVALID_TOKEN
 from infer.models.blocks.rope import rope_table
 from infer.models.loading.config import RawConfig, RopeConfig

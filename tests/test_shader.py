@@ -40,7 +40,7 @@ from infer.kernels.gpu.tensor import OWN, allocate
 from infer.kernels.lowering.graph import Value
 from infer.kernels.lowering.target import StepKind
 from infer.kernels.ops.rope import Rope
-from infer.kernels.state.hidden import HiddenStates
+from infer.kernels.state.hidden_states import HiddenStates
 from infer.kernels.state.kv_cache import KV_DTYPES, KVCache
 from infer.kernels.state.layer_state import Cache, LayerState
 from infer.kernels.state.sampler import Sampler, SamplerChain

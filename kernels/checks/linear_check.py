@@ -81,7 +81,7 @@ X = Annotated[Array, "rows, k"]
 Weight = Annotated[Array | Codes, "outputs, k"]
 
 
-class Projection(Options, total=False):
+class ProjectionOptions(Options, total=False):
     """The keyword arguments of all projections, which `run_matmul_vec` describes."""
 
     dtype: Dtype
@@ -107,7 +107,7 @@ def run_matmul(
 
 @by_hand
 def run_matmul_vec(
-    bench: Bench, x: X, weight: Weight, **options: Unpack[Projection]
+    bench: Bench, x: X, weight: Weight, **options: Unpack[ProjectionOptions]
 ) -> Annotated[Floats, "rows, n"]:
     """scale * (norm(x) W^T + bias) + residual, [rows, n], for 1 to 8 rows of x [rows, k].
 
@@ -123,7 +123,7 @@ def run_matmul_vec(
 
 @by_hand
 def run_matmul_tiled(
-    bench: Bench, x: X, weight: Weight, **options: Unpack[Projection]
+    bench: Bench, x: X, weight: Weight, **options: Unpack[ProjectionOptions]
 ) -> Annotated[Floats, "rows, n"]:
     """The projection that `matmul_vec` computes, [rows, n], for any number of rows, by the tiled
     kernel of prefill; the norm is a kernel of its own."""
@@ -133,7 +133,7 @@ def run_matmul_tiled(
 
 @by_hand
 def run_matmul_lanes(
-    bench: Bench, x: X, weight: Weight, **options: Unpack[Projection]
+    bench: Bench, x: X, weight: Weight, **options: Unpack[ProjectionOptions]
 ) -> Annotated[Floats, "rows, n"]:
     """The projection that `matmul_vec` computes, [rows, n], for any number of rows, by the kernel
     for CPUs, which needs subgroups of one fixed size; the norm of more than one row is a kernel of
@@ -148,7 +148,7 @@ def run_matmul_matrix(
     x: X,
     weight: Weight,
     variant: MatrixVariant | None = None,
-    **options: Unpack[Projection],
+    **options: Unpack[ProjectionOptions],
 ) -> Annotated[Floats, "rows, n"]:
     """The projection that `matmul_vec` computes, [rows, n], for more than 8 rows, by matrices of
     f16: the adapter's own, or emulated ones where it has none or the variant says so."""
@@ -246,7 +246,7 @@ def run_matmul_rows(
     x: X,
     weight: Weight,
     variant: RowsVariant | None = None,
-    **options: Unpack[Projection],
+    **options: Unpack[ProjectionOptions],
 ) -> Annotated[Floats, "rows, n"]:
     """The projection that `matmul_vec` computes, [rows, n], for 2 to 64 rows, by a kernel that
     reads each weight once and needs subgroups; the norm is a kernel of its own."""

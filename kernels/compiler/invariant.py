@@ -19,7 +19,6 @@ from infer.kernels.ops.attention import (
     attention_joined_variant,
     attention_variant,
 )
-from infer.kernels.ops.linear import VecShape, VecVariant, matmul_vec_variant
 from infer.kernels.ops.matmul_rows import (
     LEAST_LANES,
     MOST_ROWS,
@@ -29,6 +28,7 @@ from infer.kernels.ops.matmul_rows import (
     matmul_rows_variant,
     possible_variant,
 )
+from infer.kernels.ops.matmul_vec import VecShape, VecVariant, matmul_vec_variant
 from infer.kernels.ops.recurrent import DeltaVariant, delta_rule_variant
 
 _ATTENTION_ROWS = 4  # whose splits are taken for all: more would leave one row too few

@@ -18,20 +18,11 @@ from infer.kernels.lowering.graph import Value, source
 from infer.kernels.lowering.lowering import Lowering
 from infer.kernels.lowering.target import Target, stride
 from infer.kernels.lowering.tuning import NARROW_SOFTWARE, Tuning
-from infer.kernels.ops.linear import (
-    Int8TileVariant,
-    Projection,
-    Tile,
-    TileVariant,
-    VecShape,
-    VecVariant,
-    matmul_vec_variant,
-    multiplied,
-    tile_operands,
-    tile_params,
-)
+from infer.kernels.ops.linear import Projection, Tile, multiplied, tile_operands, tile_params
 from infer.kernels.ops.matmul_matrix import MatrixVariant, expert_matrix_variant
 from infer.kernels.ops.matmul_rows import MOST_ROWS
+from infer.kernels.ops.matmul_tiles import Int8TileVariant, TileVariant
+from infer.kernels.ops.matmul_vec import VecShape, VecVariant, matmul_vec_variant
 from infer.kernels.ops.prepared import HALVES, Form
 
 

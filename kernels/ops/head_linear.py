@@ -14,8 +14,9 @@ from infer.kernels.lowering.lowering import Lowering
 from infer.kernels.lowering.target import Target, padded_rows, per_row, stride, tile_grid
 from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.kv_write import NO_KEY, LatentKey
-from infer.kernels.ops.linear import Tile, matmul_variant, tile_operands, tile_params
+from infer.kernels.ops.linear import Tile, tile_operands, tile_params
 from infer.kernels.ops.matmul_matrix import MatrixVariant, matmul_matrix_variant
+from infer.kernels.ops.matmul_tiles import matmul_variant
 from infer.kernels.ops.prepared import Form, Maker, half_operands, lower_half_rows
 from infer.kernels.ops.rope import Rope, lower_rotate
 

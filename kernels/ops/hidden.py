@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from infer.kernels.lowering.graph import Value, source
 from infer.kernels.lowering.lowering import Lowering
 from infer.kernels.lowering.target import stride
-from infer.kernels.state.hidden import RECENT, HiddenStates
+from infer.kernels.state.hidden_states import RECENT, HiddenStates
 
 
 @dataclass(eq=False, repr=False)

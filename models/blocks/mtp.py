@@ -29,7 +29,7 @@ from infer.kernels.ops.embedding import LogitsRows
 from infer.kernels.ops.hidden import KeepHidden
 from infer.kernels.ops.kv_write import KVWrite
 from infer.kernels.ops.rope import Rope
-from infer.kernels.state.hidden import HiddenStates
+from infer.kernels.state.hidden_states import HiddenStates
 from infer.kernels.state.layer_state import Cache
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder, before_head
