@@ -70,15 +70,12 @@ def attention_tuning(device: Device, joined: bool) -> Tuning:
     """The rules of this device without its matrices (test_attention_matrix.py has those), but that
     attention joins a short context, as on a GPU, or none."""
 
-    class Joined(Tuning):
-        def choose(self, rule: Any, *call: Any) -> Any:
-            if rule is not attention_joined_variant:
-                return rule(self, *call)
-            one = replace(call[0], heads=1, splits=1, min_split=_JOINED, max_split=_JOINED)
-            return one if joined else None
+    def one(tuning: Tuning, variant: AttentionVariant, *call: int) -> AttentionVariant | None:
+        own = replace(variant, heads=1, splits=1, min_split=_JOINED, max_split=_JOINED)
+        return own if joined else None
 
-    tuning = Joined(device)
-    tuning.matrices = ()
+    tuning = Tuning(device)
+    tuning.matrices, tuning.instead = (), {attention_joined_variant: one}
     return tuning
 
 

@@ -41,10 +41,8 @@ class Forced(Tuning):
 
     def __init__(self, device: Device, variant: TiledVariant) -> None:
         super().__init__(device)
-        self.variant, self.loop_passes = variant, sys.maxsize
-
-    def choose(self, rule: Any, *call: Any) -> Any:
-        return self.variant if rule is attention_tiled_variant else rule(self, *call)
+        self.loop_passes = sys.maxsize
+        self.instead = {attention_tiled_variant: lambda *call: variant}
 
 
 def error(

@@ -213,13 +213,11 @@ class Forced(Tuning):
 
     def __init__(self, device: Device, variant: DeltaVariant) -> None:
         super().__init__(device)
-        self.variant = variant
-
-    def choose(self, rule: Any, *call: Any) -> Any:
-        own = self.variant
-        if rule is ssm_scan_variant:
-            return ScanVariant(own.rows, own.unroll, own.columns, own.split, own.tile)
-        return own if rule is delta_rule_variant else rule(self, *call)
+        sizes = variant.rows, variant.unroll, variant.columns, variant.split, variant.tile
+        self.instead = {
+            delta_rule_variant: lambda *call: variant,
+            ssm_scan_variant: lambda *call: ScanVariant(*sizes),
+        }
 
 
 VARIANTS = [

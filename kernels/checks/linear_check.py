@@ -11,7 +11,7 @@ from typing import Annotated, Any, Unpack
 import numpy as np
 
 from infer.kernels.checks.arrays import Array, rounded
-from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome, WithoutMatrices
+from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome, WithoutMatrices, never
 from infer.kernels.checks.by_hand import Dtype, by_hand
 from infer.kernels.checks.elementwise_check import ACTIVATIONS, halves
 from infer.kernels.checks.forward import Floats, Options
@@ -39,7 +39,7 @@ from infer.kernels.gpu.row_scales import scale_rows
 from infer.kernels.gpu.tensor import QUANTIZED, Grouping
 from infer.kernels.lowering.graph import Value
 from infer.kernels.lowering.target import MAX_VEC_ROWS
-from infer.kernels.lowering.tuning import Call, Tuning, Variant
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.attention import AttentionMatrixVariant, attention_matrix_variant
 from infer.kernels.ops.elementwise import Activation
 from infer.kernels.ops.head_linear import HeadLinear
@@ -53,6 +53,7 @@ from infer.kernels.ops.matmul_matrix import (
 from infer.kernels.ops.matmul_rows import (
     LEAST_LANES,
     MOST_ROWS,
+    RowsShape,
     RowsVariant,
     few_rows,
     matmul_rows_variant,
@@ -173,21 +174,19 @@ class ByMatrix(Tuning):
         attention: AttentionMatrixVariant | None = None,
     ) -> None:
         super().__init__(device)
-        self.variant, self.attention = variant, attention
-
-    def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
-        known: Any = rule
-        asked: Any = call
-        never: Mapping[Any, Any] = {few_rows: False, matmul_lanes_variant: None}
-        chosen: Any = never[known] if known in never else rule(self, *call)
-        if known is matmul_matrix_variant:
-            chosen = self.variant or chosen or EMULATED
-        elif known is expert_matrix_variant:
-            chosen = chosen or replace(EMULATED, rows=asked[0])
-        elif known is attention_matrix_variant:
-            chosen = self.attention or chosen or _emulated_attention(self, *asked)
-        given: Variant = chosen
-        return given
+        self.instead = {
+            few_rows: never,
+            matmul_lanes_variant: never,
+            matmul_matrix_variant: lambda *call: (
+                variant or matmul_matrix_variant(*call) or EMULATED
+            ),
+            expert_matrix_variant: lambda tuning, rows, gated: (
+                expert_matrix_variant(tuning, rows, gated) or replace(EMULATED, rows=rows)
+            ),
+            attention_matrix_variant: lambda *call: (
+                attention or attention_matrix_variant(*call) or _emulated_attention(*call)
+            ),
+        }
 
 
 def _emulated_attention(
@@ -206,10 +205,11 @@ def _emulated_attention(
 class ByVec(WithoutMatrices):
     """Takes matmul_vec for 2 to 8 rows, and tiles for more, everywhere."""
 
-    def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
-        never: Mapping[Any, Any] = {few_rows: False, matmul_lanes_variant: None}
-        given: Variant = never[rule] if rule in never else super().choose(rule, *call)
-        return given
+    instead: Mapping[Any, Any] = {
+        **WithoutMatrices.instead,
+        few_rows: never,
+        matmul_lanes_variant: never,
+    }
 
 
 class ByLanes(WithoutMatrices):
@@ -225,19 +225,18 @@ class ByRows(WithoutMatrices):
 
     def __init__(self, device: Device, variant: RowsVariant | None = None) -> None:
         super().__init__(device)
-        self.variant = variant
 
-    def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
-        known: Any = rule
-        asked: Any = call and call[0]
-        chosen: Any = super().choose(rule, *call)
-        if known is few_rows:
-            chosen = 2 <= asked <= MOST_ROWS and self.subgroup_size >= LEAST_LANES
-        elif known is matmul_rows_variant:
-            fits = self.variant is not None and self.variant.runs(self, asked)
-            chosen = self.variant if fits else possible_variant(self, asked)
-        given: Variant = chosen
-        return given
+        def chosen(tuning: Tuning, shape: RowsShape) -> RowsVariant | None:
+            fits = variant is not None and variant.runs(tuning, shape)
+            return variant if fits else possible_variant(tuning, shape)
+
+        self.instead = {
+            **self.instead,
+            few_rows: lambda tuning, rows: (
+                2 <= rows <= MOST_ROWS and tuning.subgroup_size >= LEAST_LANES
+            ),
+            matmul_rows_variant: chosen,
+        }
 
 
 @by_hand

@@ -442,10 +442,10 @@ def _wanted(graph: Graph, x: Value) -> Form | None:
     return replace(forms[0], alone=not others) if len(forms) == 1 else None
 
 
-# The order matters. Projections apply what they take in as the unfused operations stand: norm, then
-# activation or gate, then factors, then a residual. A rule that ran before its turn would fold a
-# sum into a projection whose activation is of that sum. Scales follow residuals, for only a norm
-# with a residual takes one.
+# The order matters. Projections and norms apply what they have taken in in the order in which the
+# rules are listed: norm, activation or gate, factors, residual, scale. No rule asks whether a later
+# one has run: after residual_into_maker, activation_into_linear would take activation(linear + x)
+# for activation(linear) + x, and norm_into_projections would lose the residual of a norm.
 RULES: tuple[Rule, ...] = (
     norm_into_projections,
     choice_into_experts,
@@ -457,9 +457,9 @@ RULES: tuple[Rule, ...] = (
     rope_into_head_linear,
 )
 
-# What the kernels that operations have chosen by now do besides. None of these changes the choice,
-# but for the variant of a kernel that writes int8; which comes last, when it is known how many
-# buffers each kernel binds for the others.
+# What the kernels that operations have chosen by now can do besides. No choice depends on these
+# rules, but for the variant of a kernel that writes int8. prepare_in_makers is the last, because
+# then it is known how many buffers a kernel binds, and what makes the input of a projection.
 KERNEL_RULES: tuple[Rule, ...] = (
     heads_into_attention,
     latent_into_writer,
