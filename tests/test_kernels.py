@@ -29,6 +29,7 @@ from infer.kernels.checks import (
     rope_check,
 )
 from infer.kernels.checks.arrays import Array, rounded, to_gpu
+from infer.kernels.checks.bench import never
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import exact_weight, grouped, int8_rows, multiplied
 from infer.kernels.checks.linear_check import ByRows, ByVec
@@ -935,16 +936,16 @@ class Forced(Tuning):
         joined: AttentionVariant | None = None,
     ):
         super().__init__(device)
-        self.variant, self.joined = variant, joined
-
-    def choose(self, rule: Any, *call: Any) -> Any:
-        if rule in (matmul_vec_variant, matmul_variant, matmul_int8_variant, attention_variant):
-            return self.variant
-        if rule in (lora_rows, lora_outputs):
-            return self.variant[rule is lora_outputs]
-        if rule in (few_rows, matmul_lanes_variant):
-            return None
-        return self.joined if rule is attention_joined_variant else rule(self, *call)
+        self.instead = {
+            **dict.fromkeys(
+                (matmul_vec_variant, matmul_variant, matmul_int8_variant, attention_variant),
+                lambda *call: variant,
+            ),
+            **dict.fromkeys((few_rows, matmul_lanes_variant), never),
+            attention_joined_variant: lambda *call: joined,
+            lora_rows: lambda *call: variant[0],
+            lora_outputs: lambda *call: variant[1],
+        }
 
 
 # Every third of them, so that all numbers of each kind come; the others in the full run.
