@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from infer.kernels.compiler.graph import Value
+from infer.kernels.lowering.graph import Value
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KVShape

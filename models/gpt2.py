@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from infer.kernels.compiler.graph import Value
+from infer.kernels.lowering.graph import Value
 from infer.kernels.ops import functional as ops
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder

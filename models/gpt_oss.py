@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from infer.kernels.compiler.graph import Value
+from infer.kernels.lowering.graph import Value
 from infer.kernels.ops import functional as ops
 from infer.models.blocks import layers
 from infer.models.blocks.layers import DecoderConfig, Weights, layer_windows

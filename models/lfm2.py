@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infer.kernels.compiler.graph import Value
+from infer.kernels.lowering.graph import Value
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.layer_state import LayerState, StateShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from infer.kernels.compiler.graph import Value
+from infer.kernels.lowering.graph import Value
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder
 from infer.models.blocks.layers import DecoderConfig, Weights

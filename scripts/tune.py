@@ -33,27 +33,19 @@ from infer.bench.options import Subject
 from infer.bench.report import markdown_table
 from infer.bench.run import open_engine
 from infer.engine.engine import Engine
-from infer.kernels.compiler.fusion import rewrite
-from infer.kernels.compiler.graph import Graph
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import StepKind, Target
-from infer.kernels.compiler.tuning import Tuning
+from infer.kernels.compiler.compile import lower
 from infer.kernels.errors import InferError, RequestError
-from infer.kernels.gpu.device import Buffer, Device
+from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.plan import Dispatch
 from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import run
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import BLOCK, HALF, LOOKED_UP, QUANTIZED
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import StepKind
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.attention import attention_variant
 from infer.kernels.ops.head_linear import head_linear_variant
-from infer.kernels.ops.linear import (
-    TileVariant,
-    VecShape,
-    matmul_int8_variant,
-    matmul_variant,
-    matmul_vec_variant,
-)
 from infer.kernels.ops.matmul_lanes import LanesVariant, matmul_lanes_variant
 from infer.kernels.ops.matmul_matrix import (
     MatrixVariant,
@@ -66,6 +58,8 @@ from infer.kernels.ops.matmul_rows import (
     matmul_rows_variant,
     possible_variant,
 )
+from infer.kernels.ops.matmul_tiles import TileVariant, matmul_int8_variant, matmul_variant
+from infer.kernels.ops.matmul_vec import VecShape, matmul_vec_variant
 from infer.kernels.ops.recurrent import ScanVariant, delta_rule_variant, ssm_scan_variant
 from infer.kernels.state.kv_cache import KV_DTYPES
 from infer.loading import DTYPES
@@ -263,7 +257,6 @@ class ForcedTuning(Tuning):
     def __init__(self, device: Device, kernel: str, variant: Any) -> None:
         super().__init__(device)
         self.kernel, self.variant = kernel, variant
-        self.last: Any = None  # the variant of the kernel that is being emitted
 
     def choose(self, rule: Callable[..., Any], *call: Any) -> Any:
         own = rule is RULES[self.kernel]
@@ -280,24 +273,7 @@ class ForcedTuning(Tuning):
         forced = chosen is not None and self.variant is not None and serves(self.variant, *call)
         if isinstance(self.variant, RowsVariant):
             forced = self.variant.runs(self, *call)
-        self.last = self.variant if forced else chosen
-        return self.last
-
-
-class ForcedLowering(Lowering):
-    """A lowering that remembers the variant of each kernel."""
-
-    def __init__(
-        self, target: Target, graph: Graph, step: Buffer, output: Buffer, tuning: ForcedTuning
-    ) -> None:
-        self.forced = tuning
-        self.variants: dict[KernelSpec, Any] = {}
-        super().__init__(target, graph, step, output)
-
-    def emit(self, name: str, *args: Any, **options: Any) -> None:
-        super().emit(name, *args, **options)
-        if ALIKE.get(name, name) == self.forced.kernel:
-            self.variants[self.kernels[-1].spec] = self.forced.last
+        return self.variant if forced else chosen
 
 
 class Sweep:
@@ -323,7 +299,7 @@ class Sweep:
         whole = FEW_ROWS if few else engine.runner.kinds.chunk if self.prefill else 1
         self.rows = rows or whole
         lowering = self._lower(None)
-        rules = list(dict.fromkeys(lowering.variants.values()))
+        rules = list(dict.fromkeys(self._variants(lowering).values()))
         if not rules:
             raise RequestError(
                 f"{engine.device.adapter.name} runs no {kernel} in this model: choose another "
@@ -334,7 +310,7 @@ class Sweep:
         run(engine.device, [*plan.body, *plan.head], self.rows, self.rows)  # sensible activations
         self.groups = self._groups(lowering)
         if not self.groups:
-            labels = {self._label(spec) for spec in lowering.variants}
+            labels = {self._label(spec) for spec in self._variants(lowering)}
             raise RequestError(f"No shape matches --only. There are: {'; '.join(sorted(labels))}.")
         self.chosen = {group.label: group.specs for group in self.groups}
         self.variants = list(dict.fromkeys([*rules, *self._candidates(rules[0])]))
@@ -360,34 +336,39 @@ class Sweep:
         random.Random(0).shuffle(variants)
         return variants
 
-    def _lower(self, variant: Any) -> ForcedLowering:
+    def _lower(self, variant: Any) -> Lowering:
         """The model with this variant of the kernel everywhere, or with the rules' for None."""
-        engine = self.engine
-        graph = Graph(
-            engine.model.forward(
-                engine.weights, engine.runner.caches.ropes, engine.runner.caches.layers
-            )
-        )
-        tuning = ForcedTuning(engine.device, self.kernel, variant)
-        target = Target(engine.device, StepKind(self.rows, logits=1), tuning, engine.options.fuse)
-        rewrite(graph, target, {})
-        return ForcedLowering(
-            target, graph, engine.runner.steps.step, engine.runner.steps.logits, tuning
+        engine, steps, caches = self.engine, self.engine.runner.steps, self.engine.runner.caches
+        return lower(
+            engine.device,
+            engine.model.forward(engine.weights, caches.ropes, caches.layers),
+            StepKind(self.rows, logits=1),
+            steps.step,
+            steps.logits,
+            fuse=engine.options.fuse,
+            tuning=ForcedTuning(engine.device, self.kernel, variant),
         )
 
-    def _groups(self, lowering: ForcedLowering) -> list[Group]:
+    def _variants(self, lowering: Lowering) -> dict[KernelSpec, Any]:
+        """The variant of each of the swept kernels."""
+        return {k.spec: k.variant for k in lowering.kernels if self._is_swept(k.spec)}
+
+    def _is_swept(self, spec: KernelSpec) -> bool:
+        return ALIKE.get(spec.name, spec.name) == self.kernel
+
+    def _groups(self, lowering: Lowering) -> list[Group]:
         """The dispatches of each shape in order, with those that finish their work."""
-        plan = lowering.place(self.engine.runner.steps.arena)
+        plan, of = lowering.place(self.engine.runner.steps.arena), self._variants(lowering)
         found: dict[str, list[Dispatch]] = {}
         calls: dict[str, int] = {}
         variants: dict[str, Any] = {}
         label = ""
         for item in (*plan.body, *plan.head):
             spec = item.pipeline.spec
-            if ALIKE.get(spec.name, spec.name) == self.kernel:
+            if spec in of:
                 label = self._label(spec)
                 calls[label] = calls.get(label, 0) + 1
-                variants[label] = lowering.variants[spec]
+                variants[label] = of[spec]
             elif spec.name not in SECOND or not label:
                 continue
             found.setdefault(label, []).append(item)
@@ -403,18 +384,18 @@ class Sweep:
         words = kernel_label(spec).split()
         return " ".join(w for w in words if not self.prefill or w not in ("bias", "residual"))
 
-    def compile(self, variants: Sequence[Any]) -> dict[Any, ForcedLowering | str]:
+    def compile(self, variants: Sequence[Any]) -> dict[Any, Lowering | str]:
         """The lowered model for each variant, without kernels that do not compile; or, if no kernel
         of that variant is left, the error."""
         lowered = {variant: self._lower(variant) for variant in variants}
         specs = dict.fromkeys(k.spec for low in lowered.values() for k in low.kernels)
         with ThreadPoolExecutor(max_workers=8) as pool:
             errors = {s: e for s, e in zip(specs, pool.map(self._error, specs), strict=True) if e}
-        results: dict[Any, ForcedLowering | str] = {}
+        results: dict[Any, Lowering | str] = {}
         for variant, low in lowered.items():
             bad = [k.spec for k in low.kernels if k.spec in errors]
             low.kernels = [k for k in low.kernels if k.spec not in errors]
-            left = any(k.spec in low.variants for k in low.kernels)
+            left = any(self._is_swept(k.spec) for k in low.kernels)
             results[variant] = low if left else errors[bad[0]] if bad else "does not run"
         return results
 
@@ -426,7 +407,7 @@ class Sweep:
         return ""
 
     def measure(
-        self, lowering: ForcedLowering, kv_len: int, repeats: int, done: set[Any]
+        self, lowering: Lowering, kv_len: int, repeats: int, done: set[Any]
     ) -> list[Result]:
         """A result for each shape whose kernels are not in `done`; they are added to it."""
         groups = [g for g in self._groups(lowering) if (g.label, kv_len, g.specs) not in done]

@@ -11,16 +11,16 @@ from infer.kernels.checks.arrays import Array, rounded, to_gpu
 from infer.kernels.checks.bench import EPS
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import activations, exact_weight, grouped, multiplied
+from infer.kernels.checks.linear_check import matmul
+from infer.kernels.checks.norm_check import rmsnorm
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.arena import Arena
-from infer.kernels.compiler.graph import stride
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import run
 from infer.kernels.gpu.tensor import INTEGERS
+from infer.kernels.lowering.arena import Arena
+from infer.kernels.lowering.target import stride
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops import functional as ops
-from infer.kernels.ops.linear_check import matmul
-from infer.kernels.ops.norm_check import rmsnorm
 
 FORMS: Factors = {
     "shape": ((1, 7), (37, 130), (256, 40), (331, 61), (1024, 15)),

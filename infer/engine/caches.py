@@ -10,7 +10,7 @@ from infer.engine.speculation import MAX_DRAFT
 from infer.engine.windows import window_pages
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.ops.rope import Rope
-from infer.kernels.state.hidden import HiddenStates
+from infer.kernels.state.hidden_states import HiddenStates
 from infer.kernels.state.kv_cache import PAGE, KVCache, KVShape, LayerCache
 from infer.kernels.state.layer_state import Cache, LayerState
 from infer.kernels.state.saved_states import SavedStates, State

@@ -8,10 +8,9 @@ from typing import Literal
 
 from infer.engine.options import MAX_BATCH, EngineOptions
 from infer.engine.speculation import MAX_DRAFT
-from infer.kernels.compiler.graph import stride
-from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, padded_rows
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.device import Device
+from infer.kernels.lowering.target import MAX_VEC_ROWS, StepKind, padded_rows, stride
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.matmul_rows import few_rows
 from infer.kernels.state.step import MAX_PROMPTS
 from infer.models.blocks.layers import DecoderConfig

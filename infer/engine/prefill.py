@@ -18,9 +18,9 @@ from infer.engine.runner import Runner
 from infer.engine.scheduler import Prefill, slot_of
 from infer.engine.submissions import InFlight, Read, Take, Wanted
 from infer.engine.texts import Scored, Text, Texts
-from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.gpu.pack import write
 from infer.kernels.gpu.record import EMPTY, Copy, Recording
+from infer.kernels.lowering.target import MAX_VEC_ROWS
 from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.sampler import SamplerChain
 from infer.kernels.state.step import Tokens, pack_prompts

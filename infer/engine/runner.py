@@ -22,10 +22,10 @@ from infer.engine.speculation import ModelSpeculation, NoSpeculation, Speculatio
 from infer.engine.steps import Loaded, Steps
 from infer.engine.submissions import Submissions
 from infer.engine.windows import WindowPages, window_of
-from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.errors import OutOfMemoryError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.record import EMPTY, Recording, StepQueue
+from infer.kernels.lowering.target import MAX_VEC_ROWS
 from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.sampler import Sampler, SamplerChain
 from infer.models.blocks.mtp import Predictor

@@ -11,16 +11,16 @@ from typing import Any
 from infer.engine.caches import Caches
 from infer.engine.kinds import Kind, Kinds, largest_chunk, logits_bytes
 from infer.engine.options import EngineOptions
-from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.compile import lower
-from infer.kernels.compiler.graph import Graph, Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, Target, padded_rows
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import OutOfMemoryError, UnsupportedError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import DispatchPlan
 from infer.kernels.gpu.tensor import GpuTensor, allocate
+from infer.kernels.lowering.arena import Arena
+from infer.kernels.lowering.graph import Graph, Value
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import MAX_VEC_ROWS, StepKind, Target, padded_rows, stride
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.attention import Attention
 from infer.kernels.ops.experts import ExpertDown
 from infer.kernels.ops.linear import Changes, Linear

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from infer.engine import scheduler
 from infer.engine.options import EngineOptions
 from infer.engine.steps import Steps
-from infer.kernels.compiler.graph import stride
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.record import Copy, PublicQueue, RawQueue, Recorded, Recording, StepQueue
+from infer.kernels.lowering.target import stride
 from infer.kernels.state.sampler import LOGPROB, LOGPROBS_BYTES, ROW_LOGPROBS, Sampler
 from infer.kernels.state.step import HEADER, ROW
 

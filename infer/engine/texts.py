@@ -20,9 +20,9 @@ from infer.engine.recordings import Recipe
 from infer.engine.runner import Runner
 from infer.engine.scheduler import Prefill
 from infer.engine.submissions import Rows, Wanted
-from infer.kernels.compiler.graph import stride
 from infer.kernels.errors import InferError, ModelError
 from infer.kernels.gpu.record import Recording
+from infer.kernels.lowering.target import stride
 from infer.kernels.state.sampler import LOGPROB, LOGPROBS_BYTES, Sampler
 from infer.models.blocks.rope import table_length
 from infer.sampling import Logprobs

@@ -1,13 +1,13 @@
 """Cases: one kernel each, on small and awkward inputs, against its formula in float64.
 
-Every family of operations has its own in a module beside it. They trace operations on a Bench,
+Every family of operations has its own in a module, NAME_check.py. They trace operations on a Bench,
 which turns numpy arrays into what these take; functions.py offers the same to users.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -16,12 +16,12 @@ import numpy as np
 from infer.kernels.checks.arrays import Array, to_gpu
 from infer.kernels.checks.forward import Floats, Forward, Ids, Options
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.graph import Value
-from infer.kernels.compiler.tuning import Call, Tuning, Variant
 from infer.kernels.errors import InferError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.lowering.graph import Value
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.attention import attention_matrix_variant
 from infer.kernels.ops.matmul_matrix import expert_matrix_variant, matmul_matrix_variant
 from infer.kernels.ops.matmul_rows import MOST_ROWS
@@ -34,17 +34,18 @@ TILED = MOST_ROWS + 1  # rows of a plan that has the kernels of prefill
 Outcome = tuple[Array, Array]  # what the kernel gave, what it should have given
 
 
+def never(tuning: Tuning, *call: Any) -> None:
+    """The rule for a kernel that is not taken."""
+
+
 class WithoutMatrices(Tuning):
     """Takes kernels that multiply in f32 or in exact integers, as the references do."""
 
-    def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
-        never: tuple[Any, ...] = (
-            matmul_matrix_variant,
-            expert_matrix_variant,
-            attention_matrix_variant,
-        )
-        none: Any = None
-        return none if rule in never else rule(self, *call)
+    instead: Mapping[Any, Any] = {
+        matmul_matrix_variant: never,
+        expert_matrix_variant: never,
+        attention_matrix_variant: never,
+    }
 
 
 class Bench:

@@ -10,19 +10,15 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from pkgutil import iter_modules
 
-from infer.kernels import ops
+from infer.kernels import checks
 from infer.kernels.checks.bench import Case, CheckResult
 from infer.kernels.gpu.device import Device
-from infer.kernels.state import sampler_check
 
-# Every family of operations that has cases beside it, and sampling.
-FAMILIES = (
-    *(
-        import_module(f"{ops.__name__}.{module.name}")
-        for module in iter_modules(ops.__path__)
-        if module.name.endswith("_check")
-    ),
-    sampler_check,
+# Every family of operations, and sampling.
+FAMILIES = tuple(
+    import_module(f"{checks.__name__}.{module.name}")
+    for module in iter_modules(checks.__path__)
+    if module.name.endswith("_check")
 )
 
 

@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.kernels.checks.arrays import Array, from_rows, to_rows
-from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.compile import NO_CHANGES, lower
-from infer.kernels.compiler.graph import Input, Value
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import StepKind, padded_rows
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import Dispatch, dispatch
 from infer.kernels.gpu.profile import profile_dispatches
 from infer.kernels.gpu.record import run
+from infer.kernels.lowering.arena import Arena
+from infer.kernels.lowering.graph import Input, Value
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import StepKind, padded_rows
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.linear import Changes
 from infer.kernels.state.step import StepRow, pack_prompts, pack_rows, step_bytes
 
@@ -147,8 +147,6 @@ class Forward:
         bound: list[Buffer] = []
         bindings = self.device.pipeline(kernel.spec).shader.bindings
         for binding, operand in zip(bindings, kernel.operands, strict=True):
-            if isinstance(operand, Input):
-                operand = operand.buffer
             bound.append(operand if isinstance(operand, Buffer) else buffers[binding.name])
         self._submit([dispatch(self.device, kernel.spec, bound, kernel.grid)], position)
 

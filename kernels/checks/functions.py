@@ -25,56 +25,56 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from infer.kernels.checks.attention_check import run_attention as attention
+from infer.kernels.checks.attention_check import run_attention_matrix as attention_matrix
+from infer.kernels.checks.attention_check import run_attention_prompts as attention_prompts
+from infer.kernels.checks.attention_check import run_attention_scores as attention_scores
+from infer.kernels.checks.attention_check import run_attention_softmax as attention_softmax
+from infer.kernels.checks.attention_check import run_attention_tiled as attention_tiled
+from infer.kernels.checks.attention_check import run_kv_write as kv_write
+from infer.kernels.checks.attention_check import run_latent_write as latent_write
+from infer.kernels.checks.attention_check import run_rope_attention as rope_attention
+from infer.kernels.checks.attention_check import run_rope_kv_write as rope_kv_write
+from infer.kernels.checks.attention_check import run_softmax as softmax
+from infer.kernels.checks.attention_check import run_weighted_sum as weighted_sum
+from infer.kernels.checks.elementwise_check import run_activation as activation
+from infer.kernels.checks.elementwise_check import run_clip as clip
+from infer.kernels.checks.elementwise_check import run_elementwise_add as elementwise_add
+from infer.kernels.checks.elementwise_check import run_elementwise_mul as elementwise_mul
+from infer.kernels.checks.elementwise_check import run_position_scale as position_scale
+from infer.kernels.checks.elementwise_check import run_scale as scale
+from infer.kernels.checks.elementwise_check import run_sigmoid_gate as sigmoid_gate
+from infer.kernels.checks.elementwise_check import run_silu as silu
+from infer.kernels.checks.elementwise_check import run_softcap as softcap
+from infer.kernels.checks.elementwise_check import run_xielu as xielu
+from infer.kernels.checks.embedding_check import run_embedding as embedding
+from infer.kernels.checks.embedding_check import run_position_embedding as position_embedding
+from infer.kernels.checks.embedding_check import run_take_rows as take_rows
+from infer.kernels.checks.experts_check import run_expert_down as expert_down
+from infer.kernels.checks.experts_check import run_expert_gate_up as expert_gate_up
+from infer.kernels.checks.experts_check import run_route as route
+from infer.kernels.checks.hidden_check import run_hidden_before as hidden_before
+from infer.kernels.checks.hidden_check import run_keep_hidden as keep_hidden
+from infer.kernels.checks.linear_check import run_head_linear as head_linear
+from infer.kernels.checks.linear_check import run_matmul as matmul
+from infer.kernels.checks.linear_check import run_matmul_lanes as matmul_lanes
+from infer.kernels.checks.linear_check import run_matmul_matrix as matmul_matrix
+from infer.kernels.checks.linear_check import run_matmul_rows as matmul_rows
+from infer.kernels.checks.linear_check import run_matmul_tiled as matmul_tiled
+from infer.kernels.checks.linear_check import run_matmul_vec as matmul_vec
+from infer.kernels.checks.lora_check import run_lora_down as lora_down
+from infer.kernels.checks.lora_check import run_lora_up as lora_up
+from infer.kernels.checks.norm_check import run_layernorm as layernorm
+from infer.kernels.checks.norm_check import run_rmsnorm as rmsnorm
+from infer.kernels.checks.recurrent_check import run_delta_rule as delta_rule
+from infer.kernels.checks.recurrent_check import run_short_conv as short_conv
+from infer.kernels.checks.recurrent_check import run_ssm_scan as ssm_scan
+from infer.kernels.checks.rope_check import rope_table
+from infer.kernels.checks.rope_check import run_rope as rope
+from infer.kernels.checks.sampler_check import run_sample as sample
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.shader import Param, render_text
-from infer.kernels.ops.attention_check import run_attention as attention
-from infer.kernels.ops.attention_check import run_attention_matrix as attention_matrix
-from infer.kernels.ops.attention_check import run_attention_prompts as attention_prompts
-from infer.kernels.ops.attention_check import run_attention_scores as attention_scores
-from infer.kernels.ops.attention_check import run_attention_softmax as attention_softmax
-from infer.kernels.ops.attention_check import run_attention_tiled as attention_tiled
-from infer.kernels.ops.attention_check import run_kv_write as kv_write
-from infer.kernels.ops.attention_check import run_latent_write as latent_write
-from infer.kernels.ops.attention_check import run_rope_attention as rope_attention
-from infer.kernels.ops.attention_check import run_rope_kv_write as rope_kv_write
-from infer.kernels.ops.attention_check import run_softmax as softmax
-from infer.kernels.ops.attention_check import run_weighted_sum as weighted_sum
-from infer.kernels.ops.elementwise_check import run_activation as activation
-from infer.kernels.ops.elementwise_check import run_clip as clip
-from infer.kernels.ops.elementwise_check import run_elementwise_add as elementwise_add
-from infer.kernels.ops.elementwise_check import run_elementwise_mul as elementwise_mul
-from infer.kernels.ops.elementwise_check import run_position_scale as position_scale
-from infer.kernels.ops.elementwise_check import run_scale as scale
-from infer.kernels.ops.elementwise_check import run_sigmoid_gate as sigmoid_gate
-from infer.kernels.ops.elementwise_check import run_silu as silu
-from infer.kernels.ops.elementwise_check import run_softcap as softcap
-from infer.kernels.ops.elementwise_check import run_xielu as xielu
-from infer.kernels.ops.embedding_check import run_embedding as embedding
-from infer.kernels.ops.embedding_check import run_position_embedding as position_embedding
-from infer.kernels.ops.embedding_check import run_take_rows as take_rows
-from infer.kernels.ops.experts_check import run_expert_down as expert_down
-from infer.kernels.ops.experts_check import run_expert_gate_up as expert_gate_up
-from infer.kernels.ops.experts_check import run_route as route
-from infer.kernels.ops.hidden_check import run_hidden_before as hidden_before
-from infer.kernels.ops.hidden_check import run_keep_hidden as keep_hidden
-from infer.kernels.ops.linear_check import run_head_linear as head_linear
-from infer.kernels.ops.linear_check import run_matmul as matmul
-from infer.kernels.ops.linear_check import run_matmul_lanes as matmul_lanes
-from infer.kernels.ops.linear_check import run_matmul_matrix as matmul_matrix
-from infer.kernels.ops.linear_check import run_matmul_rows as matmul_rows
-from infer.kernels.ops.linear_check import run_matmul_tiled as matmul_tiled
-from infer.kernels.ops.linear_check import run_matmul_vec as matmul_vec
-from infer.kernels.ops.lora_check import run_lora_down as lora_down
-from infer.kernels.ops.lora_check import run_lora_up as lora_up
-from infer.kernels.ops.norm_check import run_layernorm as layernorm
-from infer.kernels.ops.norm_check import run_rmsnorm as rmsnorm
-from infer.kernels.ops.recurrent_check import run_delta_rule as delta_rule
-from infer.kernels.ops.recurrent_check import run_short_conv as short_conv
-from infer.kernels.ops.recurrent_check import run_ssm_scan as ssm_scan
-from infer.kernels.ops.rope_check import rope_table
-from infer.kernels.ops.rope_check import run_rope as rope
-from infer.kernels.state.sampler_check import run_sample as sample
 
 
 def profile(

@@ -7,10 +7,10 @@ from functools import partial
 import numpy as np
 
 from infer.kernels.checks.arrays import Array, rounded
-from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.gpu.codes import NF4_PRODUCTS, TABLES
 from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.tensor import BLOCK, CODED, HALF, INTEGERS, QUANTIZED, SUPERBLOCK, Grouping
+from infer.kernels.lowering.target import MAX_VEC_ROWS
 
 FLOATS = ("f32", "f16", "bf16")  # dtypes of weights
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from types import MappingProxyType
 
 from infer.kernels.compiler.fusion import rewrite
-from infer.kernels.compiler.graph import Graph, Value
 from infer.kernels.compiler.invariant import InvariantTuning
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import StepKind, Target
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.lowering.graph import Graph, Value
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import StepKind, Target
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.linear import Changes
 
 NO_CHANGES: Changes = MappingProxyType({})
@@ -38,4 +38,8 @@ def lower(
     rules = InvariantTuning if kind.invariant else Tuning
     target = Target(device, kind, tuning or rules(device), fuse, given)
     rewrite(graph, target, changes)
-    return Lowering(target, graph, step, output_buffer)
+    lowering = Lowering(target, graph.output, step, output_buffer)
+    for value in graph.values:
+        value.lower(lowering)
+    lowering.kernels.sort(key=lambda kernel: kernel.head)  # in the order in which they run
+    return lowering

@@ -1,7 +1,8 @@
 """Rules that rewrite a graph so that operations share a kernel, each with its condition.
 
-RULES lists them in the order in which they are tried, each on all operations from first to last. A
-rule folds the operations that it matches into one, which takes the place of the last of them.
+RULES and KERNEL_RULES list them in the order in which they are tried, each on all operations from
+first to last. A rule folds the operations that it matches into one, which takes the place of the
+last of them. Between the two, every operation chooses its kernel and the variant of that, once.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from infer.kernels.compiler.graph import Add, Graph, Mul, Slice, Value, source
-from infer.kernels.compiler.target import Target
-from infer.kernels.ops.attention import Attention
+from infer.kernels.lowering.graph import Add, Graph, Mul, Slice, Value, source
+from infer.kernels.lowering.target import Target
+from infer.kernels.ops.attention import Attention, AttentionVariant
 from infer.kernels.ops.elementwise import Activation, Scale, SigmoidGate
 from infer.kernels.ops.embedding import LogitsRows
 from infer.kernels.ops.experts import ExpertDown, ExpertGateUp, Route
@@ -77,7 +78,7 @@ def quantize_inputs(graph: Graph, target: Target) -> None:
     of matrices, unless what makes x writes that."""
     made: dict[tuple[Value, Norm | None, str], Prepared] = {}
     for projection in each(graph, Projection):
-        scales = projection.x_scales(target)
+        scales = projection.x_scales
         if not scales or projection.prepared is not None:
             continue
         key = projection.x, projection.norm, scales
@@ -235,18 +236,6 @@ def scale_into_norm(graph: Graph, target: Target) -> None:
 # Attention
 
 
-def choose_attention(graph: Graph, target: Target) -> None:
-    """Matrices or tiles for many rows; for a few, or where tiles would not come to the end of a
-    context, splits of the context, if there are subgroups."""
-    for attention in each(graph, Attention):
-        if not target.kind.few and attention.matrices(target) is not None:
-            graph.update(attention, kernels="matrix")
-        elif not target.kind.few and attention.fits_tiles(target):
-            graph.update(attention, kernels="tiled")
-        elif attention.variant(target) is not None:
-            graph.update(attention, kernels="split")
-
-
 def heads_into_attention(graph: Graph, target: Target) -> None:
     """Norms and rotation of q and k, and the cache write -> attention, of one row; of more rows,
     each of which may attend to the key of another, rope_kv_write."""
@@ -343,7 +332,7 @@ def latent_into_writer(graph: Graph, target: Target) -> None:
         query = attention.q
         if isinstance(query, HeadLinear) and graph.is_read_by(query, attention):
             graph.move(query, before=attention)
-            if not query.is_tiled(target) and query.has_room(key, target):
+            if query.has_room(key, target):
                 graph.update(query, key=key, latent=latent)
                 graph.update(attention, k=None, v=None)
                 continue
@@ -377,10 +366,11 @@ def gates_into_attention(graph: Graph, target: Target) -> None:
     """attention * sigmoid(gates) -> attention (decode)."""
     for gated in each(graph, SigmoidGate):
         attention, gates = gated.x, gated.gate
-        if not isinstance(attention, Attention) or attention.kernels != "split":
+        if not isinstance(attention, Attention):
             continue
+        split = isinstance(attention.variant, AttentionVariant)
         aligned = gates.width == gated.width and source(gates)[2] % 4 == 0
-        if aligned and graph.is_read_by(attention, gated):
+        if split and aligned and graph.is_read_by(attention, gated):
             graph.replace(gated, attention, gates=gates)
 
 
@@ -402,7 +392,7 @@ def prepare_in_makers(graph: Graph, target: Target) -> None:
     """x -> times the weights of the norm behind it, int8(x) (in decode both), or f16(x): the kernel
     that makes x writes that too, if projections want to read it so."""
     for maker in each(graph, Maker):
-        form = _wanted(graph, maker, target)
+        form = _wanted(graph, maker)
         if form is None or not (target.kind.few or form.scales == HALVES):
             continue
         if not maker.writes(form, target):
@@ -411,17 +401,17 @@ def prepare_in_makers(graph: Graph, target: Target) -> None:
         readers = [
             user
             for user in users
-            if user.x is maker and user.norm is form.norm and user.x_scales(target) == form.scales
+            if user.x is maker and user.norm is form.norm and user.x_scales == form.scales
             if user.weight.order is None
         ]
         prepared = _prepared(readers[0], target, form.scales, keep=form.keep, made=True)
         graph.insert(prepared, before=maker)
         for reader in readers:
             graph.update(reader, prepared=prepared)
-        maker.prepares = prepared
+        maker.write(prepared, target)
 
 
-def _wanted(graph: Graph, x: Value, target: Target) -> Form | None:
+def _wanted(graph: Graph, x: Value) -> Form | None:
     """The one form, if there is one, in which projections want to read x. Where some read int8 and
     others not, as a router does, those read x itself."""
     projections: dict[Norm | None, list[Projection]] = {}
@@ -444,7 +434,7 @@ def _wanted(graph: Graph, x: Value, target: Target) -> Form | None:
         if norm is not None and not in_order:
             others = True
             continue
-        scales = {"" if r.weight.order is not None else r.x_scales(target) for r in readers}
+        scales = {"" if r.weight.order is not None else r.x_scales for r in readers}
         forms += [Form(norm, own) for own in scales if own]
         if norm is not None and scales == {""}:
             forms.append(Form(norm, ""))
@@ -452,6 +442,10 @@ def _wanted(graph: Graph, x: Value, target: Target) -> Form | None:
     return replace(forms[0], alone=not others) if len(forms) == 1 else None
 
 
+# The order matters. Projections and norms apply what they have taken in in the order in which the
+# rules are listed: norm, activation or gate, factors, residual, scale. No rule asks whether a later
+# one has run: after residual_into_maker, activation_into_linear would take activation(linear + x)
+# for activation(linear) + x, and norm_into_projections would lose the residual of a norm.
 RULES: tuple[Rule, ...] = (
     norm_into_projections,
     choice_into_experts,
@@ -460,9 +454,14 @@ RULES: tuple[Rule, ...] = (
     factors_into_linear,
     residual_into_maker,
     scale_into_norm,
-    choose_attention,
-    heads_into_attention,
     rope_into_head_linear,
+)
+
+# What the kernels that operations have chosen by now can do besides. No choice depends on these
+# rules, but for the variant of a kernel that writes int8. prepare_in_makers is the last, because
+# then it is known how many buffers a kernel binds, and what makes the input of a projection.
+KERNEL_RULES: tuple[Rule, ...] = (
+    heads_into_attention,
     latent_into_writer,
     gates_into_attention,
     prepare_in_makers,
@@ -470,11 +469,15 @@ RULES: tuple[Rule, ...] = (
 
 
 def rewrite(graph: Graph, target: Target, changes: Changes) -> None:
-    """Rewrites a graph: adds low-rank changes beside weights, does what every target needs, and
-    applies RULES if operations are to be fused."""
+    """Rewrites a graph, and has each operation choose its variant: adds low-rank changes beside
+    weights, does what every target needs, and applies the rules if operations are to be fused."""
     add_changes(graph, changes)
     take_all_rows(graph, target)
     size_tiles(graph, target)
     for rule in RULES if target.fuse else ():
+        rule(graph, target)
+    for value in graph.values:
+        value.choose(target)
+    for rule in KERNEL_RULES if target.fuse else ():
         rule(graph, target)
     quantize_inputs(graph, target)

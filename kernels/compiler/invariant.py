@@ -8,18 +8,15 @@ goes through workgroup memory. `StepKind.invariant` fuses the same operations fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
-from infer.kernels.compiler.tuning import Call, Tuning, Variant
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.attention import (
     AttentionVariant,
     attention_joined_variant,
     attention_variant,
 )
-from infer.kernels.ops.linear import VecShape, VecVariant, matmul_vec_variant
 from infer.kernels.ops.matmul_rows import (
     LEAST_LANES,
     MOST_ROWS,
@@ -29,19 +26,11 @@ from infer.kernels.ops.matmul_rows import (
     matmul_rows_variant,
     possible_variant,
 )
+from infer.kernels.ops.matmul_vec import VecShape, VecVariant, matmul_vec_variant
 from infer.kernels.ops.recurrent import DeltaVariant, delta_rule_variant
 
 _ATTENTION_ROWS = 4  # whose splits are taken for all: more would leave one row too few
 _STAGED_ROWS = 5  # from which on x goes through workgroup memory
-
-
-class InvariantTuning(Tuning):
-    """The rules of steps whose rows do not depend on their number."""
-
-    def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
-        own: Any = _RULES.get(rule, rule)
-        chosen: Variant = own(self, *call)
-        return chosen
 
 
 def _few_rows(tuning: Tuning, rows: int) -> bool:
@@ -83,13 +72,16 @@ def _delta_rule(tuning: Tuning, rows: int, key_dim: int) -> DeltaVariant:
     return variant if variant.runs(tuning, key_dim) else delta_rule_variant(tuning, 1, key_dim)
 
 
-_RULES: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
-    {
-        few_rows: _few_rows,
-        matmul_rows_variant: _matmul_rows,
-        matmul_vec_variant: _matmul_vec,
-        attention_variant: _attention,
-        attention_joined_variant: _joined,
-        delta_rule_variant: _delta_rule,
-    }
-)
+class InvariantTuning(Tuning):
+    """The rules of steps whose rows do not depend on their number."""
+
+    instead = MappingProxyType(
+        {
+            few_rows: _few_rows,
+            matmul_rows_variant: _matmul_rows,
+            matmul_vec_variant: _matmul_vec,
+            attention_variant: _attention,
+            attention_joined_variant: _joined,
+            delta_rule_variant: _delta_rule,
+        }
+    )

@@ -10,19 +10,20 @@ attention_decode takes the place of rotation, the cache write and attention.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
-from infer.kernels.compiler.arena import Operand, Scratch
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target
-from infer.kernels.compiler.tuning import NARROW_SOFTWARE, Tuning, loop_passes, power_of_two
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.native.library import NOTHING, MatrixShape, Size
 from infer.kernels.gpu.tensor import BLOCK, HALF, GpuTensor
+from infer.kernels.lowering.arena import Operand, Scratch
+from infer.kernels.lowering.graph import Value, source
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import ContextGrid, Target, stride
+from infer.kernels.lowering.tuning import NARROW_SOFTWARE, Tuning, loop_passes, power_of_two
 from infer.kernels.ops.kv_write import Heads, KVWrite, kv_params
 from infer.kernels.ops.matmul_matrix import matrix_params, matrix_shape
 from infer.kernels.ops.prepared import Form, Maker, scale_params
@@ -39,8 +40,9 @@ class Attention(Maker):
     2023). In a latent cache k and v, side by side, are one key, and values are the keys
     (DeepSeek-AI 2024).
 
-    Rules add: the kernels that compute it; written: what has written k and v; heads: q is the whole
-    projection, of which this makes q, k and v; gates: whose sigmoids multiply the result.
+    Rules add: written: what has written k and v; heads: q is the whole projection, of which this
+    makes q, k and v; gates: whose sigmoids multiply the result. Chosen: variant, whose type says
+    which kernels; None: one for each operation. joined: of decode, for contexts that are not split.
     """
 
     q: Value
@@ -52,10 +54,11 @@ class Attention(Maker):
     softcap: float = 0.0
     sinks: GpuTensor | None = None
     quantizes_rows = True
-    kernels: Literal["chain", "split", "tiled", "matrix"] = field(default="chain", kw_only=True)
     written: Value | None = field(default=None, kw_only=True)
     heads: Heads | None = field(default=None, kw_only=True)
     gates: Value | None = field(default=None, kw_only=True)
+    variant: AttentionVariant | TiledVariant | AttentionMatrixVariant | None = field(init=False)
+    joined: AttentionVariant | None = field(init=False)
 
     def checked_width(self) -> int:
         return self.q.width
@@ -69,31 +72,32 @@ class Attention(Maker):
         """Query heads that share a KV head."""
         return self.width // (self.cache.n_kv_heads * self.cache.head_dim)
 
-    def tiles(self, target: Target) -> TiledVariant:
-        """Returns the tile sizes with which attention_tiled runs this attention."""
-        return target.tuning.choose(attention_tiled_variant, self.cache.head_dim, self.n_heads)
+    def choose(self, target: Target) -> None:
+        """Matrices or tiles for many rows; for a few, or where tiles would not come to the end of a
+        context, splits of the context, if there are subgroups."""
+        many, shape = not target.kind.few, self.cache.shape
+        self.variant = self.joined = None
+        if target.fuse and many:
+            self.variant = target.tuning.choose(
+                attention_matrix_variant, shape.head_dim, shape.latent, self.cache.dtype
+            ) or self._tiles(target)
+        if target.fuse and self.variant is None:
+            self.variant = self._splits(target)
+        if isinstance(self.variant, AttentionVariant):
+            sizes = target.kind.rows, self.n_heads, self.group
+            self.joined = target.tuning.choose(attention_joined_variant, self.variant, *sizes)
 
-    def matrices(self, target: Target) -> AttentionMatrixVariant | None:
-        """Returns the sizes with which attention_matrix runs this attention; None where the adapter
-        has no matrices, or they do not fit it."""
-        shape = self.cache.shape
-        return target.tuning.choose(
-            attention_matrix_variant, shape.head_dim, shape.latent, self.cache.dtype
-        )
-
-    def fits_tiles(self, target: Target) -> bool:
-        """Whether the loops of attention_tiled come to the end of the longest context."""
-        variant = self.tiles(target)
+    def _tiles(self, target: Target) -> TiledVariant | None:
+        """Returns the tile sizes of attention_tiled; None where its loops do not come to the end of
+        the longest context."""
+        head_dim = self.cache.head_dim
+        variant = target.tuning.choose(attention_tiled_variant, head_dim, self.n_heads)
         # All rows of a tile attend to this much, from where a tile of positions begins.
         seen = self._seen(variant.rows + variant.columns)
-        return seen <= variant.most_positions(self.cache.head_dim, target.tuning.loop_passes)
+        fits = seen <= variant.most_positions(head_dim, target.tuning.loop_passes)
+        return variant if fits else None
 
-    def _seen(self, more: int = 0) -> int:
-        """The most positions that a row attends to, or that many more if there is a window."""
-        positions = self.cache.pages_per_sequence * PAGE
-        return min(positions, self.window + more) if self.window else positions
-
-    def variant(self, target: Target) -> AttentionVariant | None:
+    def _splits(self, target: Target) -> AttentionVariant | None:
         """Returns the variant of the kernels of decode; None without subgroups."""
         return target.tuning.choose(
             attention_variant if target.kind.few else attention_long_variant,
@@ -103,11 +107,16 @@ class Attention(Maker):
             target.kind.rows,
         )
 
+    def _seen(self, more: int = 0) -> int:
+        """The most positions that a row attends to, or that many more if there is a window."""
+        positions = self.cache.pages_per_sequence * PAGE
+        return min(positions, self.window + more) if self.window else positions
+
     def between(self, target: Target) -> int:
         """How many values its kernels pass on for each of many rows."""
-        if target.fuse and (target.kind.few or self.fits_tiles(target)):
+        if target.fuse and (target.kind.few or self._tiles(target) is not None):
             return 0  # by matrices either, which no software adapter has
-        variant = self.variant(target) if target.fuse else None
+        variant = self._splits(target) if target.fuse else None
         if variant is None:  # the scores of all heads
             return self.n_heads * self.cache.pages_per_sequence * PAGE
         _, stored = variant.stored(self.cache.pages_per_sequence * PAGE)
@@ -117,8 +126,8 @@ class Attention(Maker):
         """Whether attention_decode can do the work of rope_kv_write: rows do not wait for each
         other's keys, groups of eight dimensions have their partners in one group, scales of int8
         are written as the pairs that they are read as, and the bindings suffice."""
-        rope, cache, variant = heads.rope, self.cache, self.variant(target)
-        if self.kernels != "split" or variant is None:
+        rope, cache, variant = heads.rope, self.cache, self.variant
+        if not isinstance(variant, AttentionVariant):
             return False
         rotated = rope.rotary_dim if rope else 0
         apart = rotated if rope and rope.interleaved else rotated // 2
@@ -134,7 +143,8 @@ class Attention(Maker):
     def writes(self, form: Form, target: Target) -> bool:
         bound = 2 + sum(item is not None for item in (self.sinks, self.gates))
         only = form.norm is None and not form.keep
-        return self.kernels == "split" and only and form.fits(self, target, bound)
+        split = isinstance(self.variant, AttentionVariant)
+        return split and only and form.fits(self, target, bound)
 
     def lower(self, low: Lowering) -> None:
         if self.k is not None and self.v is not None:
@@ -147,14 +157,15 @@ class Attention(Maker):
             "SCALE": float(self.scale),
             "SOFTCAP": float(self.softcap),
         }
-        if self.kernels == "tiled":
-            self._tiled(low, common)
-        elif self.kernels == "matrix":
-            self._matrix(low, common)
-        elif self.kernels == "split":
-            self._split(low, common)
-        else:
-            self._chain(low, common)
+        match self.variant:
+            case TiledVariant():
+                self._tiled(low, self.variant, common)
+            case AttentionMatrixVariant():
+                self._matrix(low, self.variant, common)
+            case AttentionVariant():
+                self._split(low, self.variant, common)
+            case None:
+                self._chain(low, common)
 
     @property
     def _sinks(self) -> list[Buffer]:
@@ -164,7 +175,7 @@ class Attention(Maker):
     def _chain(self, low: Lowering, common: dict[str, Any]) -> None:
         """attention_scores, softmax, weighted_sum."""
         cache, n_heads = self.cache, self.n_heads
-        q, q_stride, q_offset = low.source(self.q)
+        q, q_stride, q_offset = source(self.q)
         scores_stride = cache.pages_per_sequence * PAGE
         lanes = max(1, 256 // (cache.head_dim // 8))  # positions that weighted_sum adds at once
         if loop_passes(-(-self._seen() // lanes)) > low.tuning.loop_passes // 2:
@@ -179,7 +190,7 @@ class Attention(Maker):
         low.emit(
             "attention_scores",
             (low.step, cache.pages, q, cache.keys, scores),
-            lambda rows, kv_len: (-(-kv_len // 64), n_heads, rows),
+            _ScoresGrid(n_heads),
             common | {"Q_STRIDE": q_stride, "Q_OFFSET": q_offset, "SCORES_STRIDE": scores_stride},
         )
         low.emit(
@@ -208,20 +219,17 @@ class Attention(Maker):
             },
         )
 
-    def _split(self, low: Lowering, common: dict[str, Any]) -> None:
+    def _split(self, low: Lowering, variant: AttentionVariant, common: dict[str, Any]) -> None:
         """attention or, with heads, attention_decode, and attention_combine; a short context is
         joined in the first itself."""
         cache, heads, n_heads, window = self.cache, self.heads, self.n_heads, self.window
-        variant = self.variant(low)
-        assert variant is not None
-        x, x_stride, x_offset = low.source(self.q)
+        x, x_stride, x_offset = source(self.q)
         last: list[Operand] = [*self._sinks]
-        ungated = gated = {"GATED": False, "GATE_STRIDE": 0, "GATE_OFFSET": 0}
+        gated = _UNGATED
         if self.gates is not None:
-            gates, gate_stride, gate_offset = low.source(self.gates)
+            gates, gate_stride, gate_offset = source(self.gates)
             gated = {"GATED": True, "GATE_STRIDE": gate_stride, "GATE_OFFSET": gate_offset}
             last.append(gates)
-        quantize = self.prepares is not None
         outputs = [self] if self.prepares is None else self.prepares.operands
         inputs: list[Operand] = [low.step, cache.pages, x, cache.keys, cache.values]
         kernel, own = "attention", list[Operand]()
@@ -232,69 +240,62 @@ class Attention(Maker):
             | (heads.params if heads is not None else {"LATENT": cache.shape.latent})
             | {"X_STRIDE": x_stride, "X_OFFSET": x_offset, "Y_STRIDE": stride(self.width)}
         )
-        joined = low.tuning.choose(
-            attention_joined_variant, variant, low.kind.rows, n_heads, self.group
-        )
-        operands = [*inputs, *outputs, *last, *own]
-        scales = scale_params(self.prepares)
-        shared = HALF if scales["X_SCALES"] == "halves" else BLOCK  # values that share one
-        if len(operands) > low.device.limits.storage_buffers or (
-            quantize and cache.head_dim % shared
-        ):
-            joined = None
-        longest = (
-            joined.max_split if joined is not None else 0
-        )  # context that one split has room for
-        if joined is not None:
+        # What the kernel does besides that writes the result.
+        end = gated | scale_params(self.prepares)
+        end |= {"QUANTIZE": self.prepares is not None, "SINKS": self.sinks is not None}
+
+        def emit(
+            of: AttentionVariant,
+            bound: Sequence[Operand],
+            positions: tuple[int, int],
+            stored: int,
+            end: dict[str, Any],
+        ) -> None:
             low.emit(
                 kernel,
-                operands,
-                _Grid(joined, n_heads // joined.heads, window, 0, longest),
-                params
-                | _split_params(cache, joined, window, 2)
-                | _variant_params(low, joined)
-                | {"JOINED": True, "QUANTIZE": quantize, "SINKS": self.sinks is not None}
-                | gated
-                | scales,
+                bound,
+                _SplitGrid(of, n_heads // of.heads, window, *positions),
+                params | _split_params(cache, of, window, stored) | _variant_params(low, of) | end,
                 moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
+                variant=variant,
             )
+
+        operands, longest = [*inputs, *outputs, *last, *own], 0
+        joined = self.joined if self._may_join(low, len(operands)) else None
+        if joined is not None:
+            longest = joined.max_split  # context that one split has room for
+            emit(joined, operands, (0, longest), 2, end | {"JOINED": True})
         if self._seen() <= longest:
             return
         at_once, stored = variant.stored(cache.pages_per_sequence * PAGE)
-        split = _split_params(cache, variant, window, stored)
         partial = Scratch(4 * low.kind.rows * n_heads * stored * (cache.head_dim + 2))
-        low.emit(
-            kernel,
-            [*inputs, partial, *own],
-            _Grid(variant, n_heads // variant.heads, window, longest + 1),
-            params
-            | split
-            | _variant_params(low, variant)
-            | {"JOINED": False, "QUANTIZE": False, "SINKS": False}
-            | ungated
-            | scale_params(None),
-            moved=lambda rows, kv_len: rows * _read_bytes(cache, kv_len, window),
-        )
+        no_end = {"JOINED": False, "QUANTIZE": False, "SINKS": False, **scale_params(None)}
+        positions = longest + 1, sys.maxsize
+        emit(variant, [*inputs, partial, *own], positions, stored, no_end | _UNGATED)
         low.emit(
             "attention_combine",
             (low.step, partial, *outputs, *last),
-            _Grid(-(-self.width // (4 * _COMBINE_WORKGROUP)), 1, window, longest + 1),
-            split
-            | gated
+            _SplitGrid(-(-self.width // (4 * _COMBINE_WORKGROUP)), 1, window, longest + 1),
+            _split_params(cache, variant, window, stored)
+            | end
             | {
                 "WG": _COMBINE_WORKGROUP,
                 "N_HEADS": n_heads,
                 "AT_ONCE": at_once,
                 "Y_STRIDE": stride(self.width),
-                "QUANTIZE": quantize,
-                "SINKS": self.sinks is not None,
-                **scales,
             },
         )
 
-    def _tiled(self, low: Lowering, common: dict[str, Any]) -> None:
-        cache, n_heads, variant = self.cache, self.n_heads, self.tiles(low)
-        q, q_stride, q_offset = low.source(self.q)
+    def _may_join(self, low: Lowering, bound: int) -> bool:
+        """Whether the first kernel may write the result: if it can bind so many buffers, and no two
+        heads share a scale of int8."""
+        halves = scale_params(self.prepares)["X_SCALES"] == "halves"
+        aligned = self.prepares is None or self.cache.head_dim % (HALF if halves else BLOCK) == 0
+        return bound <= low.device.limits.storage_buffers and aligned
+
+    def _tiled(self, low: Lowering, variant: TiledVariant, common: dict[str, Any]) -> None:
+        cache, n_heads = self.cache, self.n_heads
+        q, q_stride, q_offset = source(self.q)
         prompts = low.kind.prompts
         low.emit(
             "attention_tiled",
@@ -319,10 +320,11 @@ class Attention(Maker):
             flops=lambda rows, kv_len: 2 * rows * self.width * (2 * kv_len - rows),
         )
 
-    def _matrix(self, low: Lowering, common: dict[str, Any]) -> None:
-        cache, n_heads, variant = self.cache, self.n_heads, self.matrices(low)
-        assert variant is not None
-        q, q_stride, q_offset = low.source(self.q)
+    def _matrix(
+        self, low: Lowering, variant: AttentionMatrixVariant, common: dict[str, Any]
+    ) -> None:
+        cache, n_heads = self.cache, self.n_heads
+        q, q_stride, q_offset = source(self.q)
         prompts, latent = low.kind.prompts, cache.shape.latent
         values = [] if latent else [cache.values]
         low.emit(
@@ -344,7 +346,7 @@ class Attention(Maker):
 
 
 @dataclass(frozen=True)
-class _Grid:
+class _SplitGrid(ContextGrid):
     """(x, y, rows), or the splits of a variant for x, where a row attends to at least so many
     positions and at most so many; nothing elsewhere. Equal for equal layers."""
 
@@ -362,6 +364,17 @@ class _Grid:
         return (x, self.y, rows)
 
 
+@dataclass(frozen=True)
+class _ScoresGrid(ContextGrid):
+    """A workgroup for 64 positions, each head and each row."""
+
+    heads: int
+
+    def __call__(self, rows: int, kv_len: int) -> Size:
+        return (-(-kv_len // 64), self.heads, rows)
+
+
+_UNGATED = {"GATED": False, "GATE_STRIDE": 0, "GATE_OFFSET": 0}
 _COMBINED_AT_ONCE = 8  # splits: four registers each
 _COMBINE_WORKGROUP = 32  # small: a row is only so many vec4s, and every multiprocessor can help
 

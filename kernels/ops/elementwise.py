@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from infer.kernels.compiler.arena import Operand
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.lowering.arena import Operand
+from infer.kernels.lowering.graph import Value, source
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import stride
 
 
 @dataclass(eq=False, repr=False)
@@ -36,7 +37,7 @@ class _Each(Value):
         return []
 
     def lower(self, low: Lowering) -> None:
-        x, x_stride, offset = low.source(self.x)
+        x, x_stride, offset = source(self.x)
         low.emit(
             self.kernel,
             (*self.operands(low), x, self),
@@ -161,8 +162,8 @@ class SigmoidGate(Value):
         return self.x.width
 
     def lower(self, low: Lowering) -> None:
-        x, x_stride, _ = low.source(self.x)
-        gate, gate_stride, gate_offset = low.source(self.gate)
+        x, x_stride, _ = source(self.x)
+        gate, gate_stride, gate_offset = source(self.gate)
         low.emit(
             "sigmoid_gate",
             (x, gate, self),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.lowering.graph import Value, source
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import stride
 
 
 @dataclass(eq=False, repr=False)
@@ -79,7 +80,7 @@ class LogitsRows(Value):
         return self.x.width
 
     def lower(self, low: Lowering) -> None:
-        x, x_stride, _ = low.source(self.x)
+        x, x_stride, _ = source(self.x)
         assert low.kind.logits is not None
         low.emit(
             "take_rows",

@@ -9,27 +9,20 @@ outcome, and surplus workgroups leave early.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from infer.kernels.compiler.arena import Operand, Scratch
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target
-from infer.kernels.compiler.tuning import NARROW_SOFTWARE, Tuning
 from infer.kernels.gpu.plan import Count
 from infer.kernels.gpu.tensor import BLOCK, INTEGERS, PLANES, GpuTensor, Shard
-from infer.kernels.ops.linear import (
-    NO_SCALES,
-    Int8TileVariant,
-    Projection,
-    TileVariant,
-    VecShape,
-    matmul_vec_variant,
-    multiplied,
-    tile_params,
-)
+from infer.kernels.lowering.arena import Operand, Scratch
+from infer.kernels.lowering.graph import Value, source
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target, stride
+from infer.kernels.lowering.tuning import NARROW_SOFTWARE, Tuning
+from infer.kernels.ops.linear import Projection, Tile, multiplied, tile_operands, tile_params
 from infer.kernels.ops.matmul_matrix import MatrixVariant, expert_matrix_variant
 from infer.kernels.ops.matmul_rows import MOST_ROWS
+from infer.kernels.ops.matmul_tiles import Int8TileVariant, TileVariant
+from infer.kernels.ops.matmul_vec import VecShape, VecVariant, matmul_vec_variant
 from infer.kernels.ops.prepared import HALVES, Form
 
 
@@ -47,7 +40,9 @@ class Route(Value):
     one more logit, the last.
 
     Rules add: hidden: the width of what the experts read, which decides their tiles. made: the
-    kernel of their first projection does all this.
+    kernel of their first projection does all this. Chosen: by_row: each row goes to its experts on
+    its own (expert_matmul_vec), because there are too few rows to fill tiles: an expert has four or
+    fewer; tile: of other steps, for experts in f32; all of a layer's projections have its rows.
     """
 
     logits: Value
@@ -64,6 +59,8 @@ class Route(Value):
     gated: bool = field(default=False, kw_only=True)
     made: bool = field(default=False, kw_only=True)
     hidden: int = field(default=0, kw_only=True)
+    by_row: bool = field(init=False)
+    tile: TileVariant | None = field(init=False)
     tile_operands: list[Operand] = field(default_factory=list, init=False)
 
     is_routing = True
@@ -106,7 +103,7 @@ class Route(Value):
 
     def choice(self, low: Lowering) -> dict[str, Any]:
         """The parameters of top_experts.wgsl."""
-        _, logits_stride, offset = low.source(self.logits)
+        _, logits_stride, offset = source(self.logits)
         return {
             "ROUTE": True,
             "NORMALIZE": self.normalize,
@@ -123,6 +120,12 @@ class Route(Value):
             "LOGITS_OFFSET": offset,
         }
 
+    def choose(self, target: Target) -> None:
+        rows = target.kind.rows
+        few = rows <= MOST_ROWS and rows * self.all_slots <= 4 * self.all_experts
+        self.by_row = target.kind.vec or (few and not target.tuning.software)
+        self.tile = None if self.by_row else self.tile_for(target, "f32")
+
     def lower(self, low: Lowering) -> None:
         if self.made:
             return
@@ -130,13 +133,13 @@ class Route(Value):
         added = [v.buffer for v in (self.correction, self.expert_scales) if v is not None]
         low.emit(
             "route",
-            (low.source(self.logits)[0], self, *added),
+            (source(self.logits)[0], self, *added),
             low.row_grid(self, 1),
             params | {"WG": low.tuning.workgroup(4 * self.experts)} | self.choice(low),
         )
-        if self.by_row(low):
+        if self.tile is None:
             return
-        tile = self.tile(low, "f32").rows
+        tile = self.tile.rows
         tiles = self.tiles(tile, low.kind.rows)
         self.tile_operands = [
             Scratch(4 * tiles, is_routing=True),
@@ -149,17 +152,8 @@ class Route(Value):
             params | {"WG": low.tuning.workgroup(1024), "TILE": tile, "TILES": tiles},
         )
 
-    def by_row(self, target: Target) -> bool:
-        """Whether each row goes to its experts on its own (expert_matmul_vec), because there are
-        too few rows to fill tiles: an expert has four or fewer."""
-        if target.kind.vec:
-            return True
-        rows = target.kind.rows
-        few = rows <= MOST_ROWS and rows * self.all_slots <= 4 * self.all_experts
-        return few and not target.tuning.software
-
-    def tile(self, target: Target, dtype: str) -> TileVariant:
-        """The tile of prefill: its rows are the same for all of a layer's projections."""
+    def tile_for(self, target: Target, dtype: str) -> TileVariant:
+        """The tile of prefill for experts of that dtype."""
         rows = target.kind.rows * self.slots // self.experts
         return target.tuning.choose(expert_matmul_variant, rows, self.hidden, dtype)
 
@@ -200,6 +194,9 @@ class _Experts(Projection):
     weight: GpuTensor
     routing: Route
     bias: GpuTensor | None = None
+    variant: VecVariant | Tile = field(init=False)
+
+    sums: ClassVar[bool] = False  # whether it adds up the results of a row's experts
 
     @property
     def outputs(self) -> int:
@@ -214,23 +211,40 @@ class _Experts(Projection):
         """Matrices of an expert."""
         return 1
 
-    def x_scales(self, target: Target) -> str:
-        if self._matrix_variant(target) is not None:
-            return HALVES
-        return ("halves" if self.routing.by_row(target) else "blocks") if self.int8 else ""
+    def choose(self, target: Target) -> None:
+        if self.routing.by_row:
+            self.variant = self._vec_variant(target)
+        else:
+            tile = self.routing.tile_for(target, self.weight.dtype)
+            self.variant = self._matrix_variant(target) or tile
+        if isinstance(self.variant, MatrixVariant):
+            self.x_scales = HALVES
+        else:
+            self.x_scales = ("halves" if self.routing.by_row else "blocks") if self.int8 else ""
+
+    def _vec_variant(self, target: Target) -> VecVariant:
+        slots, n, k = self.routing.all_slots, self.outputs, self.weight.shape[1]
+        shape = VecShape(
+            k * slots if self.sums else k,
+            n if self.sums else n * slots,
+            1,
+            self.weight.dtype,
+            gated=self.parts == 2,
+            quantize=self.output_params["QUANTIZE"],
+        )
+        return target.tuning.choose(matmul_vec_variant, shape)
 
     def _matrix_variant(self, target: Target) -> MatrixVariant | None:
         """Returns the sizes of the kernel by matrices; None where it does not multiply the
         experts."""
-        if self.routing.by_row(target) or target.kind.rows <= MOST_ROWS:
+        tile, weight = self.routing.tile, self.weight
+        if tile is None or target.kind.rows <= MOST_ROWS:
             return None
-        weight = self.weight
         inputs, tiles = 2, 2  # an activation and its scales; which rows a tile has
         bound = len(weight.shards[0].buffers) + inputs + len(self.biases) + 1 + tiles
         if weight.row_scales and bound + 1 > target.device.limits.storage_buffers:
             return None
-        rows = self.routing.tile(target, "f32").rows
-        return target.tuning.choose(expert_matrix_variant, rows, self.parts > 1)
+        return target.tuning.choose(expert_matrix_variant, tile.rows, self.parts > 1)
 
     @property
     def biases(self) -> list[Operand]:
@@ -240,37 +254,25 @@ class _Experts(Projection):
     def lower_vec(
         self,
         low: Lowering,
+        variant: VecVariant,
         inputs: list[Operand],
         params: dict[str, Any],
         function: str,
-        combine: bool,
     ) -> None:
-        """expert_matmul_vec for each shard; combine: a row's experts are added up."""
-        weight, routing, gated = self.weight, self.routing, self.parts == 2
-        slots, n, k = routing.all_slots, self.outputs, weight.shape[1]
-        variant = low.tuning.choose(
-            matmul_vec_variant,
-            VecShape(
-                k * slots if combine else k,
-                n if combine else n * slots,
-                1,
-                weight.dtype,
-                gated=gated,
-                quantize=self.output_params["QUANTIZE"],
-            ),
-        )
+        """expert_matmul_vec for each shard."""
+        weight, routing, n, k = self.weight, self.routing, self.outputs, self.weight.shape[1]
         outputs = self.outputs_bound
         first: Operand = routing
         if params["ROUTE"]:
-            first = low.source(routing.logits)[0]
+            first = source(routing.logits)[0]
             outputs += [routing]
             outputs += [] if routing.correction is None else [routing.correction.buffer]
-        added = [] if self.residual is None else [low.source(self.residual)[0]]
-        x, y = -(-n // variant.per_workgroup), 1 if combine else slots
+        added = [] if self.residual is None else [source(self.residual)[0]]
+        x, y = -(-n // variant.per_workgroup), 1 if self.sums else routing.all_slots
         for shard in weight.shards:
             weights, *rest = multiplied(shard, inputs)
             # A sum over several shards goes from one to the next as a residual.
-            partial = combine and shard is not weight.shards[-1]
+            partial = self.sums and shard is not weight.shards[-1]
             alone = {"KEEP": True, "QUANTIZE": False, "NEXT_NORM": False}
             written = [Scratch(4 * low.kind.rows * stride(n))] if partial else outputs
             low.emit(
@@ -284,39 +286,41 @@ class _Experts(Projection):
                 | variant.params
                 | (alone if partial else self.output_params)
                 | {
-                    "COMBINE": combine,
+                    "COMBINE": self.sums,
                     "WEIGHT": weight.dtype,
                     "K": k,
                     "N": n,
                     "Y_STRIDE": stride(n),
                     "SUBGROUPS": low.device.subgroups,
-                    "GATED": gated,
+                    "GATED": self.parts == 2,
                     "BIAS": self.bias is not None,
                     "RESIDUAL": bool(added),
                     "ACTIVATION": function,
                 },
                 moved=routing.count(shard.nbytes),
                 flops=routing.count(2 * shard.rows * k),
+                variant=variant,
             )
             if partial:
                 added = [*written]
 
     def lower_tiles(
-        self, low: Lowering, inputs: list[Operand], result: Operand, function: str, x_slots: int
+        self,
+        low: Lowering,
+        tile: Tile,
+        inputs: list[Operand],
+        result: Operand,
+        function: str,
+        x_slots: int,
     ) -> None:
         """matmul, matmul_int8 or matmul_matrix over the tiles of rows by expert, for each shard."""
-        weight, routing, gated = self.weight, self.routing, self.parts == 2
-        n, k = self.outputs, weight.shape[1]
-        matrix = self._matrix_variant(low)
-        row_scales = NO_SCALES if matrix is None else weight.row_scales
-        tile = matrix or routing.tile(low, weight.dtype)
-        kernel = "matmul_int8" if self.int8 else "matmul"
+        weight, routing, n, k = self.weight, self.routing, self.outputs, self.weight.shape[1]
         x = -(-n * self.parts // tile.columns)
         for shard in weight.shards:
             low.emit(
-                kernel if matrix is None else "matmul_matrix",
+                tile.kernel,
                 [
-                    *multiplied(shard, inputs, row_scales),
+                    *tile_operands(weight, shard, tile, inputs),
                     result,
                     *self.biases,
                     *routing.tile_operands,
@@ -324,10 +328,12 @@ class _Experts(Projection):
                 lambda rows, kv_len: (x, routing.tiles(tile.rows, rows), 1),
                 tile_params(low, weight, tile)
                 | self._of_shard(shard)
-                | {"GROUPED": True, "X_SLOTS": x_slots, "GATED": gated, "ACTIVATION": function}
+                | {"GROUPED": True, "X_SLOTS": x_slots}
+                | {"GATED": self.parts == 2, "ACTIVATION": function}
                 | {"BIAS": self.bias is not None, "N": n, "Y_STRIDE": stride(n)},
                 moved=shard.nbytes,
                 flops=routing.count(2 * shard.rows * k),
+                variant=tile,
             )
 
     def _of_shard(self, shard: Shard) -> dict[str, Any]:
@@ -364,15 +370,16 @@ class ExpertGateUp(_Experts):
         bound = self.bound - len(self.weight.shards[0].buffers) + len(self.biases) + 4 + corrected
         fits = form.bindings + bound <= target.device.limits.storage_buffers
         whole = form.int8 and self.outputs % BLOCK == 0 and target.tuning.subgroup_size
-        return bool(self.routing.by_row(target) and fits and whole)
+        return bool(self.routing.by_row and fits and whole)
 
     def lower(self, low: Lowering) -> None:
-        inputs, of_norm = self.read(low)
-        if self.routing.by_row(low):
+        variant, (inputs, of_norm) = self.variant, self.read(low)
+        if isinstance(variant, VecVariant):
             choice = self.routing.choice(low) if self.chooses else _CHOSEN_BEFORE
-            self.lower_vec(low, inputs, of_norm | choice, self.function, combine=False)
+            self.lower_vec(low, variant, inputs, of_norm | choice, self.function)
         else:
-            self.lower_tiles(low, inputs, self, self.function, self.routing.all_slots)
+            slots = self.routing.all_slots
+            self.lower_tiles(low, variant, inputs, self, self.function, slots)
 
 
 @dataclass(eq=False, repr=False)
@@ -380,6 +387,8 @@ class ExpertDown(_Experts):
     """The down projections of a row's experts, each times its weight in the routing, added up in
     the order of the ids. x: the experts' activations; weight [experts * width, inner], bias
     [experts * width]."""
+
+    sums = True
 
     @property
     def x_parts(self) -> int:
@@ -397,14 +406,14 @@ class ExpertDown(_Experts):
         return bool(target.kind.vec and int8) and form.fits(self, target, bound)
 
     def lower(self, low: Lowering) -> None:
-        inputs, of_norm = self.read(low)
-        routing = self.routing
-        if routing.by_row(low):
-            self.lower_vec(low, inputs, of_norm | _CHOSEN_BEFORE, "none", combine=True)
+        variant, (inputs, of_norm) = self.variant, self.read(low)
+        if isinstance(variant, VecVariant):
+            self.lower_vec(low, variant, inputs, of_norm | _CHOSEN_BEFORE, "none")
             return
+        routing = self.routing
         parts = Scratch(4 * low.kind.rows * routing.all_slots * stride(self.width))
-        self.lower_tiles(low, inputs, parts, "none", 1)
-        added = [] if self.residual is None else [low.source(self.residual)[0]]
+        self.lower_tiles(low, variant, inputs, parts, "none", 1)
+        added = [] if self.residual is None else [source(self.residual)[0]]
         low.emit(
             "expert_sum",
             (routing, parts, self, *added),

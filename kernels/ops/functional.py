@@ -3,7 +3,7 @@
 Activations are Values [rows of the step, width] in f32; `+` and `*` are operations too.
 """
 
-from infer.kernels.compiler.graph import Input, operation, split
+from infer.kernels.lowering.graph import Input, operation, split
 from infer.kernels.ops.attention import Attention
 from infer.kernels.ops.elementwise import (
     XIELU,

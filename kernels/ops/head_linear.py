@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from infer.kernels.compiler.arena import Operand
-from infer.kernels.compiler.graph import Value, source, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target, padded_rows, per_row, tile_grid
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.tensor import HALF, GpuTensor
+from infer.kernels.lowering.arena import Operand
+from infer.kernels.lowering.graph import Value, source
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target, padded_rows, per_row, stride, tile_grid
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.kv_write import NO_KEY, LatentKey
-from infer.kernels.ops.linear import NO_SCALES, matmul_variant, multiplied, tile_params
+from infer.kernels.ops.linear import Tile, tile_operands, tile_params
 from infer.kernels.ops.matmul_matrix import MatrixVariant, matmul_matrix_variant
+from infer.kernels.ops.matmul_tiles import matmul_variant
 from infer.kernels.ops.prepared import Form, Maker, half_operands, lower_half_rows
 from infer.kernels.ops.rope import Rope, lower_rotate
 
@@ -25,7 +28,8 @@ class HeadLinear(Maker):
     with `keep`, go in front of the result.
 
     Rules add: rope: rotates what is kept. key: what is written into a latent cache beside it, from
-    latent, the activation that has it.
+    latent, the activation that has it. Chosen: variant: of head_linear or, where many rows make it
+    a product for each head, the tile for each shard.
     """
 
     x: Value
@@ -35,6 +39,7 @@ class HeadLinear(Maker):
     rope: Rope | None = field(default=None, kw_only=True)
     key: LatentKey | None = field(default=None, kw_only=True)
     latent: Value | None = field(default=None, kw_only=True)
+    variant: HeadVariant | tuple[Tile, ...] = field(init=False)
 
     def checked_width(self) -> int:
         rows, k = self.weight.shape
@@ -62,26 +67,34 @@ class HeadLinear(Maker):
         """Rows of a head's matrix."""
         return self.weight.shape[0] // self.heads
 
-    def is_tiled(self, target: Target) -> bool:
-        """Whether it is a product for each head by the tiles of prefill."""
-        vectors = not any(n % 4 for n in (self.weight.shape[1], self.head, source(self.x)[2]))
-        return not target.kind.vec and vectors and (self.rope is not None or not self.kept)
+    def choose(self, target: Target) -> None:
+        rows, n, k = target.kind.rows, self.outputs, self.weight.shape[1]
+        vectors = not any(size % 4 for size in (k, self.head, source(self.x)[2]))
+        tiled = not target.kind.vec and vectors and (self.rope is not None or not self.kept)
+        if not tiled:
+            self.variant = target.tuning.choose(head_linear_variant, rows, k)
+            return
+        matrix = self._matrix_variant(target)
+        self.variant = tuple(
+            matrix or target.tuning.choose(matmul_variant, rows, n, k, False, shard.rows // n)
+            for shard in self.weight.shards
+        )
 
     def writes(self, form: Form, target: Target) -> bool:
-        if self.is_tiled(target):
+        variant = self.variant
+        if not isinstance(variant, HeadVariant):
             return False
-        variant = target.tuning.choose(head_linear_variant, target.kind.rows, self.weight.shape[1])
         whole_halves = variant.outputs % HALF == 0 and self.outputs % variant.outputs == 0
         only = form.norm is None and not form.keep
         return not self.kept and whole_halves and only and form.fits(self, target, 4)
 
     def has_room(self, key: LatentKey, target: Target) -> bool:
         """Whether its kernel can write a latent cache besides."""
-        limits, k = target.device.limits, self.weight.shape[1]
-        variant = target.tuning.choose(head_linear_variant, target.kind.rows, k)
+        limits, k, variant = target.device.limits, self.weight.shape[1], self.variant
         bindings = 4 + len(self.weight.shards[0].buffers) + 1 + len(key.operands)
         return (
-            key.rope is self.rope
+            isinstance(variant, HeadVariant)
+            and key.rope is self.rope
             and target.kind.single
             and len(self.weight.shards) == 1
             and bindings <= limits.storage_buffers
@@ -89,18 +102,17 @@ class HeadLinear(Maker):
         )
 
     def lower(self, low: Lowering) -> None:
-        if self.is_tiled(low):
+        weight, n, k, variant = self.weight, self.outputs, self.weight.shape[1], self.variant
+        if isinstance(variant, tuple):
             if self.rope is not None:
                 lower_rotate(low, self.x, self, self.rope, self.kept, self.head)
-            self._matmul(low)
+            self._lower_tiles(low, variant)
             return
-        weight, n, k = self.weight, self.outputs, self.weight.shape[1]
-        x, x_stride, offset = low.source(self.x)
-        variant = low.tuning.choose(head_linear_variant, low.kind.rows, k)
+        x, x_stride, offset = source(self.x)
         outputs = [self] if self.prepares is None else self.prepares.operands
         last: list[Operand] = [] if self.rope is None else [self.rope.table]
         if self.key is not None and self.latent is not None:
-            last += [low.source(self.latent)[0], *self.key.operands]
+            last += [source(self.latent)[0], *self.key.operands]
         tiles = -(-n // variant.outputs) + (self.kept > 0) + (self.key is not None)
         for shard in weight.shards:
             low.emit(
@@ -131,30 +143,30 @@ class HeadLinear(Maker):
                 | (self.key.params if self.key is not None else NO_KEY),
                 moved=shard.nbytes,
                 flops=per_row(2 * shard.rows * k),
+                variant=variant,
             )
 
-    def _matmul(self, low: Lowering) -> None:
+    def _lower_tiles(self, low: Lowering, tiles: Sequence[Tile]) -> None:
         """For many rows, but for what is kept: a product of each head in one dispatch."""
         weight, n, k = self.weight, self.outputs, self.weight.shape[1]
         x_head, y_head = self.head, self.width // self.heads
-        x, x_stride, offset = low.source(self.x)
+        x, x_stride, offset = source(self.x)
         inputs: list[Operand] = [x]
         width = offset + self.x.width
-        matrix = self._matrix_variant(low, offset)
-        row_scales = NO_SCALES if matrix is None else weight.row_scales
-        if matrix is not None:
+        own: dict[str, Any] = {"X_STRIDE": x_stride}
+        if isinstance(tiles[0], MatrixVariant):
+            own = {"X_WIDTH": width}
             halves = half_operands(padded_rows(low.kind.rows), width)
             lower_half_rows(low, [x, *halves], low.row_grid(self, 1), width, x_stride)
             inputs = halves
-        for shard in weight.shards:
+        for shard, tile in zip(weight.shards, tiles, strict=True):
             first, count = shard.start // n, shard.rows // n
-            tile = matrix or low.tuning.choose(matmul_variant, low.kind.rows, n, k, False, count)
             low.emit(
-                "matmul" if matrix is None else "matmul_matrix",
-                [*multiplied(shard, inputs, row_scales), self],
+                tile.kernel,
+                [*tile_operands(weight, shard, tile, inputs), self],
                 tile_grid(-(-n // tile.columns), tile.rows, count),
                 tile_params(low, weight, tile)
-                | ({"X_STRIDE": x_stride} if matrix is None else {"X_WIDTH": width})
+                | own
                 | {
                     "N": n,
                     "START": first * y_head + self.kept,
@@ -165,12 +177,13 @@ class HeadLinear(Maker):
                 },
                 moved=shard.nbytes,
                 flops=per_row(2 * shard.rows * k),
+                variant=tile,
             )
 
-    def _matrix_variant(self, target: Target, offset: int) -> MatrixVariant | None:
+    def _matrix_variant(self, target: Target) -> MatrixVariant | None:
         """Returns the sizes of matmul_matrix for this projection; None where it does not fit: its
         input must be a multiple of 64 wide, its heads and their offset multiples of 8."""
-        k = self.weight.shape[1]
+        k, offset = self.weight.shape[1], source(self.x)[2]
         if k % 64 or self.head % 8 or offset % 8:
             return None
         rows, n = target.kind.rows, self.weight.shape[0]

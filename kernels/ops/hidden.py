@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.state.hidden import RECENT, HiddenStates
+from infer.kernels.lowering.graph import Value, source
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import stride
+from infer.kernels.state.hidden_states import RECENT, HiddenStates
 
 
 @dataclass(eq=False, repr=False)
@@ -24,7 +25,7 @@ class HiddenBefore(Value):
         return self.kept.width
 
     def lower(self, low: Lowering) -> None:
-        rows = [] if self.x is None else [low.source(self.x)[0]]
+        rows = [] if self.x is None else [source(self.x)[0]]
         low.emit(
             "hidden_before",
             (low.step, self.kept.buffer, self, *rows),
@@ -47,7 +48,7 @@ class KeepHidden(Value):
     def lower(self, low: Lowering) -> None:
         low.emit(
             "keep_hidden",
-            (low.step, low.source(self.x)[0], self.kept.buffer),
+            (low.step, source(self.x)[0], self.kept.buffer),
             low.row_grid(self, -(-stride(self.width) // 64)),
             {"STRIDE": stride(self.width), "RECENT": RECENT},
         )

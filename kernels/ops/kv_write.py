@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from infer.kernels.compiler.arena import Operand
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target
 from infer.kernels.gpu.device import Buffer
+from infer.kernels.lowering.arena import Operand
+from infer.kernels.lowering.graph import Value, source
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target, stride
 from infer.kernels.ops.prepared import Norm
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import PAGE, LayerCache
@@ -84,8 +84,8 @@ class KVWrite(Value):
 
     def lower(self, low: Lowering) -> None:
         cache, latent = self.cache, self.cache.shape.latent
-        keys, k_stride, k_offset = low.source(self.k)
-        values, v_stride, v_offset = low.source(self.v)
+        keys, k_stride, k_offset = source(self.k)
+        values, v_stride, v_offset = source(self.v)
         low.emit(
             "kv_write",
             (low.step, cache.pages, keys, values, cache.keys, *([] if latent else [cache.values])),
@@ -118,7 +118,7 @@ class RopeKVWrite(Value):
     def lower(self, low: Lowering) -> None:
         cache, heads = self.cache, self.heads
         assert heads.rope is not None
-        x, x_stride, _ = low.source(self.x)
+        x, x_stride, _ = source(self.x)
         n_heads, kv = self.width // cache.head_dim, (cache.keys, cache.values) if heads.own else ()
         workgroup = max(32, min(128, cache.head_dim // 2)) if cache.head_dim % 64 == 0 else 32
         if heads.rows_normed:
@@ -195,7 +195,7 @@ class LatentWrite(Value):
     def lower(self, low: Lowering) -> None:
         low.emit(
             "latent_write",
-            (low.step, self.key.rope.table, low.source(self.x)[0], *self.key.operands),
+            (low.step, self.key.rope.table, source(self.x)[0], *self.key.operands),
             low.row_grid(self, 1),
             {
                 **self.key.params,

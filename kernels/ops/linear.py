@@ -3,45 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
-from types import MappingProxyType
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
-from infer.kernels.compiler.arena import Operand, Scratch
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target, padded_rows, per_row, tile_grid
-from infer.kernels.compiler.tuning import Tuning, loop_passes, power_of_two
-from infer.kernels.gpu.device import Buffer
-from infer.kernels.gpu.tensor import (
-    BLOCK,
-    CODED,
-    HALF,
-    INTEGERS,
-    LOOKED_UP,
-    PLANES,
-    GpuTensor,
-    Shard,
-)
+from infer.kernels.gpu.plan import Count, Grid, linear_grid
+from infer.kernels.gpu.tensor import BLOCK, INTEGERS, GpuTensor, Shard
+from infer.kernels.lowering.arena import Operand, Scratch
+from infer.kernels.lowering.graph import Value, source
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target, padded_rows, per_row, stride, tile_grid
+from infer.kernels.lowering.tuning import loop_passes
 from infer.kernels.ops.matmul_lanes import LanesShape, LanesVariant, matmul_lanes_variant
 from infer.kernels.ops.matmul_matrix import MatrixVariant, matmul_matrix_variant
-from infer.kernels.ops.matmul_rows import RowsVariant, by_rows, chosen_variant, emit_rows
+from infer.kernels.ops.matmul_rows import RowsShape, RowsVariant, few_rows, matmul_rows_variant
+from infer.kernels.ops.matmul_tiles import (
+    MOST_SPLITS,
+    Int8TileVariant,
+    TileVariant,
+    matmul_int8_variant,
+    matmul_variant,
+)
+from infer.kernels.ops.matmul_vec import VecShape, VecVariant, matmul_vec_variant
 from infer.kernels.ops.prepared import HALVES, Form, Maker, Norm, Prepared
-
-_SMALL = 1 << 25  # values of a matrix
-_SMALL_SOFTWARE = 1 << 16  # the same for which compiling a large tile takes longer than it saves
-_FEW = 256  # rows of a matrix, as of a router: each may have a workgroup of its own
-_FEW_GATED = 2048  # outputs: of half blocks there are more workgroups
-_FEW_PLAIN = 8192  # the same of those that are no pairs
-_MOST_SPLITS = 8  # of a matrix' columns
-_SPLIT_COLUMNS = 256  # at the least
-_START = 64  # columns: what a workgroup waits for before its first product
-_COMBINE = 6e5  # what a launch of matmul_combine costs, in products of a multiprocessor
-
-NO_SCALES: Mapping[Shard, Buffer] = MappingProxyType({})
-
-Tile = TypeVar("Tile", bound="TileVariant")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +41,7 @@ class LowRank:
         return self.b.shape[1]
 
 
+Tile = TileVariant | MatrixVariant
 # By the weights themselves, which no two names share unless they are one.
 Changes = Mapping[GpuTensor, LowRank]
 
@@ -67,7 +51,8 @@ class Projection(Maker):
     """Multiplies whole rows of x by a weight.
 
     Rules add: the norm of x that goes into it; prepared: x in the form in which it is read;
-    residual: what is added to the result.
+    residual: what is added to the result. Chosen: x_scales: the layout of the scales of x as int8
+    (quantize_block.wgsl), HALVES, or "" where x is read as it is.
     """
 
     x: Value
@@ -76,6 +61,7 @@ class Projection(Maker):
     residual: Value | None = field(default=None, kw_only=True)
 
     weight: GpuTensor = field(init=False)
+    x_scales: str = field(init=False)
 
     @property
     def x_parts(self) -> int:
@@ -87,16 +73,14 @@ class Projection(Maker):
         """Whether it multiplies integers."""
         return self.weight.dtype in INTEGERS
 
-    def x_scales(self, target: Target) -> str:
-        """Returns the layout of the scales of x as int8 (quantize_block.wgsl), "halves" or
-        "blocks"; "" where x is read as it is."""
-        return ("halves" if target.vec(self) else "blocks") if self.int8 else ""
+    def choose(self, target: Target) -> None:
+        self.x_scales = ("halves" if target.vec(self) else "blocks") if self.int8 else ""
 
     def read(self, low: Lowering) -> tuple[list[Operand], dict[str, Any]]:
         """Returns the operands besides the weights: the activation and, where they exist, its
         scales or norm weights; and the parameters of a norm that a kernel of few rows computes
         itself."""
-        x, _, offset = low.source(self.x)
+        x, _, offset = source(self.x)
         if offset:
             raise ValueError("a projection reads whole rows")
         inputs: list[Operand] = [x]
@@ -109,8 +93,9 @@ class Projection(Maker):
         return inputs, {"NORM": self.norm is not None, "SCALED": scaled, "EPS": eps}
 
     def takes_norm(self, target: Target) -> bool:
-        """Whether a norm of x may go into it."""
-        return target.kind.vec and not by_rows(target, self)
+        """Whether a norm of x may go into it. A rule may ask before the kernel is chosen, as that
+        depends on the rows and the weight alone."""
+        return target.kind.vec and not target.tuning.choose(few_rows, target.rows(self))
 
     @property
     def bound(self) -> int:
@@ -119,24 +104,23 @@ class Projection(Maker):
         return len(self.weight.shards[0].buffers) + inputs
 
 
-def multiplied(
-    shard: Shard, inputs: Sequence[Operand], row_scales: Mapping[Shard, Buffer] = NO_SCALES
-) -> list[Operand]:
+def multiplied(shard: Shard, inputs: Sequence[Operand]) -> list[Operand]:
     """Returns the operands that kernels of projections bind first: the weights with their scales,
-    and the inputs. row_scales: scales of the weights' rows, for a kernel that reads them."""
+    and the inputs."""
     scales = [] if shard.scales is None else [shard.scales]
-    of_rows = [row_scales[shard]] if shard in row_scales else []
-    return [shard.buffer, inputs[0], *scales, *inputs[1:], *of_rows]
+    return [shard.buffer, inputs[0], *scales, *inputs[1:]]
 
 
-def _has_room_for_splits(target: Target, rows: int, n: int) -> bool:
-    """Whether the sums of all workgroups that may share columns fit in a binding."""
-    return _MOST_SPLITS * 4 * padded_rows(rows) * stride(n) <= target.device.limits.max_binding
+def tile_operands(
+    weight: GpuTensor, shard: Shard, tile: Tile, inputs: Sequence[Operand]
+) -> list[Operand]:
+    """Returns what `multiplied` does and, where matmul_matrix reads them, the scales of the
+    weights' rows."""
+    scaled = isinstance(tile, MatrixVariant) and shard in weight.row_scales
+    return [*multiplied(shard, inputs), *([weight.row_scales[shard]] if scaled else [])]
 
 
-def tile_params(
-    low: Lowering, weight: GpuTensor, tile: TileVariant | MatrixVariant
-) -> dict[str, Any]:
+def tile_params(low: Lowering, weight: GpuTensor, tile: Tile) -> dict[str, Any]:
     """Returns the parameters of matmul, matmul_int8 or matmul_matrix for whole rows of x, those of
     the step, and no epilogue."""
     k = weight.shape[1]
@@ -170,6 +154,7 @@ class Linear(Projection):
 
     Rules add: activation: of the result. gated: activation(gate) * up of its halves. gate: one
     value for each row, whose sigmoid multiplies it; factors: as many as it has itself; residual.
+    Chosen: variant, whose type says which kernel; tiles: one for each shard.
     """
 
     weight: GpuTensor
@@ -179,6 +164,7 @@ class Linear(Projection):
     gated: bool = field(default=False, kw_only=True)
     gate: Value | None = field(default=None, kw_only=True)
     factors: Value | None = field(default=None, kw_only=True)
+    variant: VecVariant | RowsVariant | LanesVariant | tuple[Tile, ...] = field(init=False)
 
     def checked_width(self) -> int:
         n, k = self.weight.shape
@@ -192,24 +178,31 @@ class Linear(Projection):
         later = (self.residual, self.gate, self.factors)
         return self.activation == "none" and all(item is None for item in later)
 
-    def x_scales(self, target: Target) -> str:
-        if self._matrix_variant(target) is not None:
-            return HALVES
-        if self.int8 and self._rows_variant(target) is not None:
-            return "rows"
-        if self.int8 and self._lanes_variant(target) is not None:
-            return "halves"
-        return super().x_scales(target)
+    def choose(self, target: Target) -> None:
+        super().choose(target)
+        matrix = self._matrix_variant(target)
+        if matrix is not None:
+            self.variant, self.x_scales = (matrix,) * len(self.weight.shards), HALVES
+            return
+        self.variant = (
+            self._rows_variant(target)
+            or self._lanes_variant(target)
+            or (self._vec_variant(target) if target.vec(self) else self._tiles(target))
+        )
+        if self.int8 and isinstance(self.variant, RowsVariant):
+            self.x_scales = "rows"
+        elif self.int8 and isinstance(self.variant, LanesVariant):
+            self.x_scales = "halves"
 
     def takes_norm(self, target: Target) -> bool:
-        if self._lanes_variant(target) is not None:
-            return target.kind.single  # of more rows each workgroup would take all of them again
-        return super().takes_norm(target)
+        # matmul_lanes: of more rows each workgroup would take all of them again.
+        once = target.kind.single or self._lanes_variant(target) is None
+        return once and super().takes_norm(target)
 
     def writes(self, form: Form, target: Target) -> bool:
-        if not target.vec(self) or self._rows_variant(target) is not None:
+        if not target.vec(self) or isinstance(self.variant, RowsVariant):
             return False
-        if form.int8 and self._lanes_variant(target) is not None:
+        if form.int8 and isinstance(self.variant, LanesVariant):
             return False  # its outputs lie in no workgroup's memory
         optional = (self.bias, self.residual, self.gate or self.factors)
         bound = self.bound + sum(item is not None for item in optional) + self._stops(target)
@@ -221,34 +214,55 @@ class Linear(Projection):
         """Whether a row that has stopped writes nothing: where rows are those of the step."""
         return target.kind.rows == 1 or not (self.of_logits and target.kind.logits)
 
-    def _rows_variant(self, target: Target) -> RowsVariant | None:
-        if self._matrix_variant(target) is not None:
-            return None
-        plain = self.gate is None and self.factors is None
-        return chosen_variant(target, self, self.weight, self.gated, plain)
-
-    def _lanes_variant(self, target: Target) -> LanesVariant | None:
-        if self._matrix_variant(target) is not None or self._rows_variant(target) is not None:
-            return None
-        shape = LanesShape(target.rows(self), self.weight.dtype)
-        return target.tuning.choose(matmul_lanes_variant, shape)
-
     def _matrix_variant(self, target: Target) -> MatrixVariant | None:
         """The variant for the largest shard; None where it is not multiplied by matrices."""
         plain = self.gate is None and self.factors is None and self.norm is None
         if target.vec(self) or not plain or target.kind.invariant:
             return None
-        rows, weight, n = target.rows(self), self.weight, self.weight.shards[0].rows
-        splits = _has_room_for_splits(target, rows, n) and not self.gated
-        sizes = rows, n, weight.shape[1]
-        return target.tuning.choose(matmul_matrix_variant, *sizes, weight.dtype, splits)
+        rows, n, k, splits = self._tile_sizes(target, self.weight.shards[0])
+        return target.tuning.choose(matmul_matrix_variant, rows, n, k, self.weight.dtype, splits)
+
+    def _rows_variant(self, target: Target) -> RowsVariant | None:
+        rows, weight = target.rows(self), self.weight
+        if not target.tuning.choose(few_rows, rows):
+            return None
+        sums = MOST_SPLITS * 4 * padded_rows(rows) * stride(weight.shape[0])
+        plain = self.gate is None and self.factors is None and not self.gated
+        splits = plain and sums <= target.device.limits.max_binding
+        shape = RowsShape(weight.shape[1], self.width, rows, weight.dtype, self.gated, splits)
+        return target.tuning.choose(matmul_rows_variant, shape)
+
+    def _lanes_variant(self, target: Target) -> LanesVariant | None:
+        shape = LanesShape(target.rows(self), self.weight.dtype)
+        return target.tuning.choose(matmul_lanes_variant, shape)
+
+    def _vec_variant(self, target: Target) -> VecVariant:
+        k, rows, int8 = self.weight.shape[1], target.rows(self), self.output_params["QUANTIZE"]
+        shape = VecShape(k, self.width, rows, self.weight.dtype, self.gated, int8)
+        return target.tuning.choose(matmul_vec_variant, shape)
+
+    def _tiles(self, target: Target) -> tuple[Tile, ...]:
+        def tile(shard: Shard) -> Tile:
+            sizes = self._tile_sizes(target, shard)
+            if self.int8:
+                return target.tuning.choose(matmul_int8_variant, *sizes, self.weight.dtype)
+            return target.tuning.choose(matmul_variant, *sizes, 1)
+
+        return tuple(tile(shard) for shard in self.weight.shards)
+
+    def _tile_sizes(self, target: Target, shard: Shard) -> tuple[int, int, int, bool]:
+        """Returns rows, outputs and columns of a shard's product, and whether workgroups may share
+        the columns: not of pairs, and if the sums of all of them fit in a binding."""
+        rows, n = target.rows(self), shard.rows
+        sums = MOST_SPLITS * 4 * padded_rows(rows) * stride(n)
+        fits = sums <= target.device.limits.max_binding
+        return rows, n, self.weight.shape[1], fits and not self.gated
 
     def lower(self, low: Lowering) -> None:
-        rows = low.rows(self)
-        inputs, of_norm = self.read(low)
+        variant, (inputs, of_norm) = self.variant, self.read(low)
         added: list[Operand] = [] if self.bias is None else [self.bias.buffer]
         if self.residual is not None:
-            added.append(low.source(self.residual)[0])
+            added.append(source(self.residual)[0])
         params: dict[str, Any] = {
             "WEIGHT": self.weight.dtype,
             "K": self.weight.shape[1],
@@ -258,379 +272,152 @@ class Linear(Projection):
             "RESIDUAL": self.residual is not None,
             "ACTIVATION": self.activation,
         }
-        variant, lanes = self._rows_variant(low), self._lanes_variant(low)
-        if variant is None and lanes is None and not low.vec(self):
-            self._matmul(low, rows, inputs, [self, *added], params)
+        if isinstance(variant, tuple):
+            self._lower_tiles(low, variant, inputs, [self, *added], params)
             return
         params |= {"SIGMOID_GATE": self.gate is not None, "FACTORS": self.factors is not None}
         params |= {"GATE_STRIDE": 0, "GATE_OFFSET": 0, "STOPS": self._stops(low)}
         gates = self.gate or self.factors
         if gates is not None:
-            x, gate_stride, offset = low.source(gates)
+            x, gate_stride, offset = source(gates)
             added.append(x)
             params |= {"GATE_STRIDE": gate_stride, "GATE_OFFSET": offset}
         if params["STOPS"]:
             added.insert(0, low.step)
-        if lanes is not None:
-            self._matmul_lanes(low, lanes, inputs, added, params | of_norm)
-            return
-        if variant is None:
-            self._matmul_vec(low, rows, inputs, added, params | of_norm)
-            return
-        read = [multiplied(shard, inputs) for shard in self.weight.shards]
-        scale_rows = 0 if self.prepared is None else self.prepared.scale_rows
-        params |= {"GATED": self.gated}
-        emit_rows(low, self, variant, self.weight, scale_rows, read, added, params)
+        if isinstance(variant, RowsVariant):
+            self._lower_rows(low, variant, inputs, added, params)
+        else:
+            self._lower_vec(low, variant, inputs, added, params | of_norm)
 
-    def _matmul(
+    def _lower_tiles(
         self,
         low: Lowering,
-        rows: int,
+        tiles: Sequence[Tile],
         inputs: Sequence[Operand],
         rest: Sequence[Operand],
         params: dict[str, Any],
     ) -> None:
-        weight, k = self.weight, self.weight.shape[1]
-        matrix = self._matrix_variant(low)
-        row_scales = NO_SCALES if matrix is None else weight.row_scales
-        for shard in weight.shards:
-            n = shard.rows
-            sums = 4 * padded_rows(rows) * stride(n)
-            sizes = rows, n, k, _has_room_for_splits(low, rows, n) and not self.gated
-            tile: TileVariant | MatrixVariant
-            if matrix is not None:
-                tile, kernel = matrix, "matmul_matrix"
-            elif self.int8:
-                tile = low.tuning.choose(matmul_int8_variant, *sizes, weight.dtype)
-                kernel = "matmul_int8"
-            else:
-                tile, kernel = low.tuning.choose(matmul_variant, *sizes, 1), "matmul"
-            own = tile_params(low, weight, tile) | params | {"START": shard.start}
-            written = list(rest)
+        """matmul, matmul_int8 or matmul_matrix for each shard."""
+        weight, k, rows = self.weight, self.weight.shape[1], padded_rows(low.rows(self))
+        for shard, tile in zip(weight.shards, tiles, strict=True):
+            n, own, written = shard.rows, params | {"START": shard.start}, list(rest)
             if tile.splits > 1:
-                own |= {"BIAS": False, "RESIDUAL": False, "ACTIVATION": "none", "SCALE": 1.0}
-                own |= {"START": 0, "Y_STRIDE": stride(n), "SPLIT_ROWS": padded_rows(rows)}
-                written = [Scratch(tile.splits * sums)]
+                own = _of_sums(params, n, rows)
+                written = [Scratch(4 * tile.splits * rows * stride(n))]
             low.emit(
-                kernel,
-                [*multiplied(shard, inputs, row_scales), *written],
+                tile.kernel,
+                [*tile_operands(weight, shard, tile, inputs), *written],
                 tile_grid(-(-n // tile.columns), tile.rows, tile.splits),
-                own | {"N": n // 2 if self.gated else n, "GATED": self.gated},
+                tile_params(low, weight, tile)
+                | own
+                | {"N": n // 2 if self.gated else n, "GATED": self.gated},
                 moved=shard.nbytes,
                 flops=per_row(2 * n * k),
+                variant=tile,
             )
             if tile.splits > 1:
-                names = ("Y_STRIDE", "SCALE", "BIAS", "RESIDUAL", "ACTIVATION")
-                low.emit(
-                    "matmul_combine",
-                    [*written, *rest],
-                    tile_grid(-(-n // 256), 1),
-                    {name: params[name] for name in names}
-                    | {"N": n, "START": shard.start, "SUMS_STRIDE": stride(n)}
-                    | {"SPLITS": tile.splits, "SPLIT_ROWS": padded_rows(rows)},
-                    moved=per_row(4 * n * (tile.splits + 1)),
-                )
+                grid = tile_grid(-(-n // 256), 1)
+                _combine(low, [*written, *rest], grid, params, shard, (tile.splits, rows))
 
-    def _matmul_vec(
+    def _lower_rows(
         self,
         low: Lowering,
-        rows: int,
+        variant: RowsVariant,
         inputs: Sequence[Operand],
         added: Sequence[Operand],
         params: dict[str, Any],
     ) -> None:
-        weight, k, written = self.weight, self.weight.shape[1], self.output_params
-        variant = low.tuning.choose(
-            matmul_vec_variant,
-            VecShape(k, self.width, rows, weight.dtype, self.gated, written["QUANTIZE"]),
-        )
+        """matmul_rows for each shard."""
+        weight, k, rows = self.weight, self.weight.shape[1], low.rows(self)
+        stops = int(params["STOPS"])
+        scale_rows = 0 if self.prepared is None else self.prepared.scale_rows
         for shard in weight.shards:
             n = shard.rows // 2 if self.gated else shard.rows
+            own, written = params | {"START": shard.start, "SPLIT_ROWS": 0}, [*added, self]
+            if variant.splits > 1:
+                own = _of_sums(params, n, rows)
+                sums = Scratch(4 * variant.splits * rows * stride(n))
+                written = [*added[:stops], sums]
+            grid = linear_grid(-(-shard.rows // variant.w_rows), low.device.limits.max_workgroups)
             low.emit(
-                "matmul_vec",
-                [*multiplied(shard, inputs), *added, *self.outputs_bound],
-                low.vec_grid(self, -(-n // variant.per_workgroup), int(variant.row_each)),
-                params
+                "matmul_rows",
+                [*multiplied(shard, inputs), *written],
+                (*grid[:2], variant.splits),
+                own
                 | weight.grouping.params
                 | variant.params
-                | written
-                | {
-                    "N": n,
-                    "START": shard.start,
-                    "SUBGROUPS": low.device.subgroups,
-                    "ROWS": 1 if variant.row_each else rows,
-                    "ROW_EACH": variant.row_each,
-                    "GATED": self.gated,
-                },
+                | {"N": n, "ROWS": rows, "SCALE_ROWS": scale_rows, "GATED": self.gated},
                 moved=shard.nbytes,
                 flops=2 * rows * shard.rows * k,
+                variant=variant,
             )
+            if variant.splits > 1:
+                rest, across = [written[-1], self, *added[stops:]], low.row_grid(self, -(-n // 64))
+                _combine(low, rest, across, params, shard, (variant.splits, rows))
 
-    def _matmul_lanes(
+    def _lower_vec(
         self,
         low: Lowering,
-        variant: LanesVariant,
+        variant: VecVariant | LanesVariant,
         inputs: Sequence[Operand],
         added: Sequence[Operand],
         params: dict[str, Any],
     ) -> None:
-        weight, k = self.weight, self.weight.shape[1]
+        """matmul_vec or matmul_lanes for each shard."""
+        weight, rows = self.weight, low.rows(self)
         for shard in weight.shards:
+            n = shard.rows // 2 if self.gated else shard.rows
+            operations = 2 * shard.rows * weight.shape[1]
+            flops: Count | int
+            if isinstance(variant, VecVariant):
+                kernel, each, flops = "matmul_vec", variant.row_each, rows * operations
+                grid = low.vec_grid(self, -(-n // variant.per_workgroup), int(each))
+                own = {"ROWS": 1 if each else rows, "ROW_EACH": each}
+                own |= {"SUBGROUPS": low.device.subgroups}
+            else:
+                kernel, flops = "matmul_lanes", per_row(operations)
+                grid = low.vec_grid(self, -(-shard.rows // variant.w_rows), variant.m_tile)
+                own = {"SOFTWARE": low.device.software}
             low.emit(
-                "matmul_lanes",
+                kernel,
                 [*multiplied(shard, inputs), *added, *self.outputs_bound],
-                low.vec_grid(self, -(-shard.rows // variant.w_rows), variant.m_tile),
+                grid,
                 params
                 | weight.grouping.params
                 | variant.params
                 | self.output_params
-                | {
-                    "SOFTWARE": low.device.software,
-                    "N": shard.rows // 2 if self.gated else shard.rows,
-                    "START": shard.start,
-                    "GATED": self.gated,
-                },
+                | own
+                | {"N": n, "START": shard.start, "GATED": self.gated},
                 moved=shard.nbytes,
-                flops=per_row(2 * shard.rows * k),
+                flops=flops,
+                variant=variant,
             )
 
 
-# Variants of matmul_vec
+def _of_sums(params: dict[str, Any], n: int, rows: int) -> dict[str, Any]:
+    """The parameters of a kernel of n outputs whose workgroups share columns, and leave sums of so
+    many rows each."""
+    none = {"BIAS": False, "RESIDUAL": False, "ACTIVATION": "none", "SCALE": 1.0}
+    return params | none | {"START": 0, "Y_STRIDE": stride(n), "SPLIT_ROWS": rows}
 
 
-@dataclass(frozen=True)
-class VecShape:
-    """A product for matmul_vec: columns and outputs, rows of activations, the weights' dtype,
-    whether outputs are pairs of rows (gated), and whether they are written as int8 (quantize)."""
-
-    k: int
-    n: int
-    rows: int
-    dtype: str
-    gated: bool
-    quantize: bool
-
-
-@dataclass(frozen=True)
-class VecVariant:
-    """matmul_vec: invocations of a workgroup and of each of its teams, outputs of a team, loads in
-    flight per row of weights, copies of the table of codes that are looked up, and whether there
-    are workgroups for each row of activations, instead of each taking all of them."""
-
-    workgroup: int
-    team: int
-    outputs: int
-    unroll: int
-    copies: int = 1
-    row_each: bool = False
-
-    @property
-    def per_workgroup(self) -> int:
-        """Outputs of a workgroup."""
-        return self.workgroup // self.team * self.outputs
-
-    @property
-    def params(self) -> dict[str, int]:
-        """The parameters that matmul_vec and expert_matmul_vec share."""
-        return {
-            "WG": self.workgroup,
-            "TEAM": self.team,
-            "OUTPUTS": self.outputs,
-            "UNROLL": self.unroll,
-            "TABLE_COPIES": self.copies,
-        }
-
-
-def matmul_vec_variant(tuning: Tuning, shape: VecShape) -> VecVariant:
-    """Returns the variant of matmul_vec. Workgroups of 1,024 invocations have 16 copies of a table
-    of codes: with more, each invocation would have to store more values to fill them."""
-    variant = _vec_variant(tuning, shape)
-    many = shape.dtype in LOOKED_UP and variant.workgroup == 1024
-    return replace(variant, copies=16) if many else variant
-
-
-def _vec_variant(tuning: Tuning, shape: VecShape) -> VecVariant:
-    """A CPU wants many rows for each subgroup, a GPU few, and in a large matrix many
-    invocations for a row, so that what is read at one time lies close together in memory."""
-    lanes = tuning.subgroup_size
-    most = power_of_two(tuning.limits.max_invocations + 1) // 2  # some GPUs have 384
-    if shape.dtype in LOOKED_UP and tuning.limits.workgroup_storage < 32768:
-        most = min(most, 512)  # 1,024 have 16 copies of a table
-    int8 = shape.dtype in INTEGERS
-    columns = BLOCK if int8 else 128 // CODED.get(shape.dtype, 16)  # of a chunk
-    chunks = -(-shape.k // columns)
-    if not lanes:
-        workgroup = max(32, min(128, most, power_of_two(chunks)))
-        return VecVariant(workgroup, workgroup, 2, 1, row_each=tuning.software)
-    if tuning.software:
-        # Weights come out of a CPU's cache for every row; one kernel for all, which compiles
-        # in a fifth of the time, leaves registers to more outputs.
-        return VecVariant(BLOCK // 4 * lanes, lanes, 4, 1, row_each=True)
-    least = max(32, tuning.largest_subgroup)  # a team is whole subgroups
-    if shape.quantize:
-        return _int8_variant(tuning, shape, chunks, most, least)
-    rows_of_weights = shape.n * (1 + shape.gated)
-    if shape.dtype in CODED and not int8:
-        # Arithmetic bounds them: what is read of x serves many rows of W.
-        workgroup = max(least, min(512, most))
-        team = min(workgroup, max(least, 32 if rows_of_weights > 8192 else 128))
-        return VecVariant(workgroup, team, max(1, 4 // shape.rows), 1)
-    small = shape.gated and rows_of_weights * shape.k <= _SMALL
-    if int8 or small or rows_of_weights <= _FEW:
-        team, outputs = max(1, tuning.filling // rows_of_weights), 1
-    else:
-        team, outputs = chunks // 2, 1 if shape.gated else 2
-    workgroup = min(256, most)
-    team = min(workgroup, max(least, 1 << team.bit_length() >> 1))
-    if tuning.overflows(rows_of_weights // outputs * team):
-        team = max(least, team // 2)
-    while team > max(least, chunks):
-        team //= 2
-    return VecVariant(workgroup, team, outputs, 1)
-
-
-def _int8_variant(
-    tuning: Tuning, shape: VecShape, chunks: int, most: int, least: int
-) -> VecVariant:
-    """Returns the variant for outputs that are written as int8: a workgroup has a block of them, or
-    half a block where there are few or a product takes many registers."""
-    workgroup, outputs, block = 1024, 1 if shape.dtype in INTEGERS else 2, HALF
-    if shape.gated and shape.dtype == "mxfp4":
-        workgroup, outputs, block = 256, 4, BLOCK
-    elif shape.gated and shape.dtype in ("q4", "q5"):
-        workgroup = 512
-    elif shape.gated and shape.n > _FEW_GATED:
-        block = BLOCK
-    elif not shape.gated and shape.n > _FEW_PLAIN:
-        workgroup, outputs, block = 512, 2, BLOCK
-    if tuning.overflows(shape.n // block * workgroup):
-        workgroup, outputs = workgroup // 2, 2 * outputs
-    workgroup = min(workgroup * least // 32, most)  # the sweeps had subgroups of 32
-    team = max(least, workgroup * outputs // block)
-    outputs = block * team // workgroup
-    ahead = shape.gated and outputs == 1
-    if shape.dtype in LOOKED_UP:
-        ahead = ahead and chunks >= 2 * team
-    else:
-        ahead = ahead and shape.dtype == "q4" and chunks == 2 * team  # all of a row at once
-    return VecVariant(workgroup, team, outputs, 2 if ahead else 1)
-
-
-# matmul and matmul_int8: their tiles
-
-
-@dataclass(frozen=True)
-class TileVariant:
-    """matmul: rows and outputs per invocation, double buffer, invocations of a workgroup along the
-    rows and along the outputs, workgroups that share the columns."""
-
-    m_tile: int
-    n_tile: int
-    double: bool
-    m_size: int = 16
-    n_size: int = 16
-    splits: int = 1
-
-    @property
-    def rows(self) -> int:
-        """Rows of a workgroup."""
-        return self.m_size * self.m_tile
-
-    @property
-    def columns(self) -> int:
-        """Outputs of a row in a workgroup."""
-        return self.n_size * self.n_tile
-
-    @property
-    def storage(self) -> int:
-        """Bytes of workgroup memory."""
-        return (1 + self.double) * (self.rows + self.columns) * 5 * 16
-
-    @property
-    def params(self) -> dict[str, int | bool]:
-        """The kernel's."""
-        return {
-            "M_SIZE": self.m_size,
-            "N_SIZE": self.n_size,
-            "M_TILE": self.m_tile,
-            "N_TILE": self.n_tile,
-            "DOUBLE": self.double,
-            "SPLITS": self.splits,
-        }
-
-
-@dataclass(frozen=True)
-class Int8TileVariant(TileVariant):
-    """The tile of matmul_int8, for weights of any grouping. planes: how many int8 numbers make each
-    of their integers."""
-
-    planes: int = 1
-
-    @property
-    def storage(self) -> int:
-        rows = 3 * 16 + 4 + 8  # integers of a block, their scale, and offsets or a table
-        columns = (1 + 2 * self.planes) * 16 + 2 * 8  # two scales, each with an offset
-        return (1 + self.double) * (self.rows * rows + self.columns * columns)
-
-
-def matmul_variant(
-    tuning: Tuning, rows: int, n: int, k: int, splits: bool, heads: int = 1
-) -> TileVariant:
-    """128x128, 128x96, 64x128, 64x64, or, of few rows, 64x256: the tiles that take a large GPU the
-    least time, for so many products at once; with splits, columns may be shared where there are too
-    few."""
-    tiles = {(8, 8): 1.0, (8, 6): 0.97, (4, 8): 0.87, (4, 4): 0.62}
-    choice = {TileVariant(*tile, double=True): speed for tile, speed in tiles.items()}
-    if rows <= 64:
-        choice[TileVariant(8, 8, True, 8, 32)] = 1.09
-    if tuning.software:
-        tile = (4, 4) if n * k <= _SMALL_SOFTWARE else (8, 8)
-        choice = {TileVariant(*tile, True, 8, 8): 1.0}
-    return _fastest(tuning, choice, heads * rows, n, k, splits, least_rounds=1.0)
-
-
-def matmul_int8_variant(
-    tuning: Tuning, rows: int, n: int, k: int, splits: bool, dtype: str
-) -> Int8TileVariant:
-    """64x128, 64x64 or 32x64, the same way: workgroups of 128 invocations, so that more of them
-    share a multiprocessor, which one alone does not keep busy. 128x128 too for two planes."""
-    planes = PLANES.get(dtype, 1)
-    tiles = {(8, 8, True, 8, 16): 1.9}
-    if not tuning.software:
-        tiles |= {(4, 8, True, 16, 8): 1.7, (4, 4, True, 8, 16): 1.4}
-        if planes > 1:
-            tiles[8, 8, True, 16, 16] = 2.1  # what is read of x serves twice as many products
-    elif n * k <= _SMALL_SOFTWARE:
-        tiles = {(2, 4, True, 8, 8): 1.4}
-    choice = {Int8TileVariant(*tile, planes=planes): speed for tile, speed in tiles.items()}
-    return _fastest(tuning, choice, rows, n, k, splits, least_rounds=1.4)
-
-
-def _fastest(
-    tuning: Tuning,
-    tiles: dict[Tile, float],
-    rows: int,
-    n: int,
-    k: int,
-    splits: bool,
-    least_rounds: float,
-) -> Tile:
-    """Returns the tile that takes the least time. tiles: their speeds where there are many of them.
-    They run in rounds of one for each multiprocessor, at least `least_rounds` of them."""
-
-    def cost(tile: Tile) -> float:
-        count = -(-rows // tile.rows) * -(-n // tile.columns) * tile.splits
-        rounds = max(least_rounds, -(-count // tuning.multiprocessors))
-        columns = k / tile.splits + _START
-        time = rounds * tile.rows * tile.columns * columns / speeds[tile]
-        return time + (_COMBINE + rows * n * (tile.splits + 1) / 4) * (tile.splits > 1)
-
-    storage = tuning.limits.workgroup_storage
-    most = min(_MOST_SPLITS, k // _SPLIT_COLUMNS) if splits and not tuning.software else 1
-    speeds = {
-        replace(tile, double=double, splits=count): speed * (1.0 if double else 0.88)
-        for double, count in product((True, False), (1, 2, 4, _MOST_SPLITS))
-        for tile, speed in tiles.items()
-        if count <= max(1, most)
-    }
-    return min((tile for tile in speeds if tile.storage <= storage), key=cost)
+def _combine(
+    low: Lowering,
+    operands: Sequence[Operand],
+    grid: Grid,
+    params: dict[str, Any],
+    shard: Shard,
+    sums: tuple[int, int],
+) -> None:
+    """matmul_combine. operands: the sums, the result and what is added. params: of that. sums: how
+    many there are of an output, and of how many rows."""
+    n, (splits, rows) = shard.rows, sums
+    low.emit(
+        "matmul_combine",
+        operands,
+        grid,
+        {name: params[name] for name in ("Y_STRIDE", "SCALE", "BIAS", "RESIDUAL", "ACTIVATION")}
+        | {"N": n, "START": shard.start, "SUMS_STRIDE": stride(n)}
+        | {"SPLITS": splits, "SPLIT_ROWS": rows},
+        moved=per_row(4 * n * (splits + 1)),
+    )

@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from infer.kernels.compiler.arena import Operand
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target, per_row, tile_grid
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.plan import Grid
 from infer.kernels.gpu.tensor import GpuTensor, Shard
+from infer.kernels.lowering.arena import Operand
+from infer.kernels.lowering.graph import Value, source
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target, per_row, stride, tile_grid
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.linear import Projection, multiplied
 from infer.kernels.ops.prepared import Form
 
@@ -27,29 +27,35 @@ class LoraDown(Projection):
 
     weight: GpuTensor
     rank: int
+    rows: int = field(init=False)  # of a workgroup
+    outputs: int = field(init=False)  # of a workgroup
 
     def checked_width(self) -> int:
         _check(self.weight, self.rank, self.x)
         return self.rank
+
+    def choose(self, target: Target) -> None:
+        super().choose(target)
+        rows = target.rows(self)
+        self.rows = target.tuning.choose(lora_rows, rows)
+        self.outputs = target.tuning.choose(lora_outputs, -(-rows // self.rows), self.rank)
 
     def writes(self, form: Form, target: Target) -> bool:
         return False
 
     def lower(self, low: Lowering) -> None:
         inputs, of_norm = self.read(low)
-        rows = low.tuning.choose(lora_rows, low.rows(self))
-        outputs = low.tuning.choose(lora_outputs, -(-low.rows(self) // rows), self.rank)
         k = self.weight.shape[1]
         workgroup = low.tuning.workgroup(k)
         for shard in self.weight.shards:
             low.emit(
                 "lora_down",
                 [*multiplied(shard, inputs), low.step, self],
-                _grid(low, self, -(-self.rank // outputs), rows),
-                _params(low, self, shard, self.rank, rows)
+                _grid(low, self, -(-self.rank // self.outputs)),
+                _params(low, self, shard, self.rank)
                 | of_norm
                 | {
-                    "OUTPUTS": outputs,
+                    "OUTPUTS": self.outputs,
                     "WG": workgroup,
                     "TEAM": workgroup,
                     "SUBGROUPS": low.device.subgroups,
@@ -72,23 +78,27 @@ class LoraUp(Value):
     n: int
     scale: float = 1.0
     residual: Value | None = field(default=None, kw_only=True)
+    rows: int = field(init=False)  # of a workgroup
 
     def checked_width(self) -> int:
         _check(self.weight, self.n, self.x)
         return self.n
 
+    def choose(self, target: Target) -> None:
+        self.rows = target.tuning.choose(lora_rows, target.rows(self))
+
     def lower(self, low: Lowering) -> None:
-        x, _, offset = low.source(self.x)
+        x, _, offset = source(self.x)
         if offset:
             raise ValueError("a projection reads whole rows")
-        added: list[Operand] = [] if self.residual is None else [low.source(self.residual)[0]]
-        rows, k = low.tuning.choose(lora_rows, low.rows(self)), self.weight.shape[1]
+        added: list[Operand] = [] if self.residual is None else [source(self.residual)[0]]
+        k = self.weight.shape[1]
         for shard in self.weight.shards:
             low.emit(
                 "lora_up",
                 [*multiplied(shard, [x]), low.step, *added, self],
-                _grid(low, self, -(-self.n // _UP), rows),
-                _params(low, self, shard, self.n, rows)
+                _grid(low, self, -(-self.n // _UP)),
+                _params(low, self, shard, self.n)
                 | {"NORM": False, "SCALED": False, "RESIDUAL": bool(added)}
                 | {"WG": _UP, "SCALE": float(self.scale)},
                 moved=4 * self.n * k,
@@ -118,14 +128,14 @@ def _check(weight: GpuTensor, n: int, x: Value) -> None:
         raise ValueError(f"{weight.shape} is no stack of matrices ({n}, {x.width})")
 
 
-def _grid(low: Lowering, y: Value, x: int, rows: int) -> Grid:
-    """x workgroups for each `rows` rows."""
+def _grid(low: Lowering, y: LoraDown | LoraUp, x: int) -> Grid:
+    """x workgroups for so many rows as one has."""
     if y.of_logits and low.kind.logits is not None:
-        return (x, -(-low.kind.logits // rows), 1)
-    return tile_grid(x, rows)
+        return (x, -(-low.kind.logits // y.rows), 1)
+    return tile_grid(x, y.rows)
 
 
-def _params(low: Lowering, y: LoraDown | LoraUp, shard: Shard, n: int, rows: int) -> dict[str, Any]:
+def _params(low: Lowering, y: LoraDown | LoraUp, shard: Shard, n: int) -> dict[str, Any]:
     """Returns the parameters that both kernels have."""
     return {
         "WEIGHT": y.weight.dtype,
@@ -135,6 +145,6 @@ def _params(low: Lowering, y: LoraDown | LoraUp, shard: Shard, n: int, rows: int
         "N": n,
         "START": shard.start,
         "SHARD_ROWS": shard.rows,
-        "ROWS": rows,
+        "ROWS": y.rows,
         "Y_STRIDE": stride(n),
     }

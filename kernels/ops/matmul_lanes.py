@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.tensor import INTEGERS, LOOKED_UP
+from infer.kernels.lowering.tuning import Tuning
 
 _LEAST_LANES, _MOST_LANES = 4, 32
 _M_TILE, _INT8_M_TILE, _N_TILE = 16, 8, 4

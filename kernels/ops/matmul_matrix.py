@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.native.library import MatrixShape
 from infer.kernels.gpu.tensor import CODED, INTEGERS
+from infer.kernels.lowering.tuning import Tuning
 
 _PADDING = 16  # bytes between the rows of a tile, against bank conflicts
 _FEW_ROWS, _FEW_INT8_ROWS = 12, 24  # that matmul_rows multiplies faster, by floats and integers
@@ -43,6 +43,7 @@ class MatrixVariant:
     share the columns, and how many tiles are on their way from memory while one is multiplied.
     emulated: without the adapter's own matrices."""
 
+    kernel: ClassVar[str] = "matmul_matrix"
     shape: MatrixShape
     lanes: int
     rows: int

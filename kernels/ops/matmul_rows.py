@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from infer.kernels.compiler.arena import Operand, Scratch
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target, padded_rows, per_row
-from infer.kernels.compiler.tuning import Tuning
-from infer.kernels.gpu.plan import linear_grid
-from infer.kernels.gpu.tensor import BLOCK, CODED, INTEGERS, LOOKED_UP, GpuTensor
-from infer.kernels.ops.prepared import Maker
+from infer.kernels.gpu.tensor import BLOCK, CODED, INTEGERS, LOOKED_UP
+from infer.kernels.lowering.tuning import Tuning
 
 MOST_ROWS = 64
 _MOST_FLOAT_ROWS = 32
 LEAST_LANES = 4
-_MOST_SPLITS = 8  # of a matrix' columns
 # By the rows of x: rows of a tile, lanes and teams (at least) along the columns, where W has few
 # rows and where it has many. What scripts/tune.py found, not a formula.
 _INT8_TILES = {
@@ -212,70 +203,3 @@ def _most_k_teams(shape: RowsShape, k_lanes: int) -> int:
     while most > 1 and k_lanes * most > shape.chunks:
         most //= 2
     return most
-
-
-def by_rows(target: Target, x: Value) -> bool:
-    """Whether products of x are matmul_rows's, where it has a variant for them."""
-    return target.tuning.choose(few_rows, target.rows(x))
-
-
-def chosen_variant(
-    target: Target, y: Maker, weight: GpuTensor, gated: bool, plain: bool
-) -> RowsVariant | None:
-    """None: y takes matmul_vec or matmul. plain: no factor goes into it."""
-    rows = target.rows(y)
-    if not by_rows(target, y):
-        return None
-    sums = 4 * _MOST_SPLITS * padded_rows(rows) * stride(weight.shape[0])
-    room = plain and not gated and sums <= target.device.limits.max_binding
-    shape = RowsShape(weight.shape[1], y.width, rows, weight.dtype, gated, room)
-    return target.tuning.choose(matmul_rows_variant, shape)
-
-
-def emit_rows(
-    low: Lowering,
-    y: Maker,
-    variant: RowsVariant,
-    weight: GpuTensor,
-    scale_rows: int,
-    read: Sequence[Sequence[Operand]],
-    added: Sequence[Operand],
-    params: dict[str, Any],
-) -> None:
-    """The kernels of a projection, for each shard. scale_rows: of x in int8. read: what they bind
-    first. added, params: as of matmul_vec."""
-    k, rows, gated = weight.shape[1], low.rows(y), bool(params["GATED"])
-    stops = 1 if params["STOPS"] else 0
-    for shard, operands in zip(weight.shards, read, strict=True):
-        n = shard.rows // 2 if gated else shard.rows
-        own, written = params | {"START": shard.start, "SPLIT_ROWS": 0}, list[Operand]([y])
-        rest = list(added)
-        if variant.splits > 1:
-            own |= {"BIAS": False, "RESIDUAL": False, "ACTIVATION": "none", "SCALE": 1.0}
-            own |= {"START": 0, "Y_STRIDE": stride(n), "SPLIT_ROWS": rows}
-            written = [Scratch(4 * variant.splits * rows * stride(n))]
-            rest = rest[:stops]
-        count = -(-n * (1 + gated) // variant.w_rows)
-        grid = linear_grid(count, low.device.limits.max_workgroups)
-        low.emit(
-            "matmul_rows",
-            [*operands, *rest, *written],
-            (*grid[:2], variant.splits),
-            own
-            | weight.grouping.params
-            | variant.params
-            | {"N": n, "ROWS": rows, "SCALE_ROWS": scale_rows},
-            moved=shard.nbytes,
-            flops=2 * rows * shard.rows * k,
-        )
-        if variant.splits > 1:
-            names = ("Y_STRIDE", "SCALE", "BIAS", "RESIDUAL", "ACTIVATION")
-            low.emit(
-                "matmul_combine",
-                [*written, y, *added[stops:]],
-                low.row_grid(y, -(-n // 64)),
-                {name: params[name] for name in names}
-                | {"N": n, "START": shard.start, "SUMS_STRIDE": stride(n)}
-                | {"SPLITS": variant.splits, "SPLIT_ROWS": rows},
-                moved=per_row(4 * n * (variant.splits + 1)),
-            )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from infer.kernels.compiler.arena import Operand
-from infer.kernels.compiler.graph import Slice, Value, same_width, source, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target
 from infer.kernels.gpu.tensor import BLOCK, HALF, GpuTensor
+from infer.kernels.lowering.arena import Operand
+from infer.kernels.lowering.graph import Slice, Value, same_width, source
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target, stride
 from infer.kernels.ops.prepared import HALVES, Form, Maker, scale_params
 
 
@@ -69,14 +69,14 @@ class RMSNorm(Maker):
         return 1 if any(n % 4 for n in (self.part, *offsets)) else 4
 
     def lower(self, low: Lowering) -> None:
-        x, x_stride, offset = low.source(self.x)
+        x, x_stride, offset = source(self.x)
         operands: list[Operand] = [x, self.weight.buffer]
         gate_stride = gate_offset = 0
         if self.gate is not None:
-            gate, gate_stride, gate_offset = low.source(self.gate)
+            gate, gate_stride, gate_offset = source(self.gate)
             operands.append(gate)
         if self.residual is not None:
-            operands.append(low.source(self.residual)[0])
+            operands.append(source(self.residual)[0])
         if self.factor is not None:
             operands.append(self.factor.buffer)
         low.emit(
@@ -121,7 +121,7 @@ class LayerNorm(Value):
 
     def lower(self, low: Lowering) -> None:
         width = self.weight.shape[0] // self.groups
-        x, x_stride, offset = low.source(self.x)
+        x, x_stride, offset = source(self.x)
         low.emit(
             "layernorm",
             (x, self.weight.buffer, self, *([] if self.bias is None else [self.bias.buffer])),

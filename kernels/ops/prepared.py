@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from infer.kernels.compiler.arena import Operand, Scratch
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target, padded_rows
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.plan import Grid
 from infer.kernels.gpu.tensor import BLOCK, GpuTensor
+from infer.kernels.lowering.arena import Operand, Scratch
+from infer.kernels.lowering.graph import Value, source
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target, padded_rows, stride
 
 HALVES = "f16"
 """The form of activations that matmul_matrix reads: f16, with an f32 scale for each row."""
@@ -111,7 +111,7 @@ class Prepared(Value):
     def lower(self, low: Lowering) -> None:
         if self.made:
             return
-        x = low.source(self.x)[0]
+        x = source(self.x)[0]
         order = [] if self.order is None else [self.order]
         if self.scales == HALVES:
             lower_half_rows(
@@ -194,8 +194,13 @@ class Maker(Value):
     prepares: Prepared | None = field(default=None, kw_only=True)
 
     def writes(self, form: Form, target: Target) -> bool:
-        """Whether it can write that form."""
+        """Whether the kernel that it chose can write that form."""
         raise NotImplementedError
+
+    def write(self, form: Prepared, target: Target) -> None:
+        """Have that kernel write this form, in the variant that is for it."""
+        self.prepares = form
+        self.choose(target)
 
     @property
     def output_params(self) -> dict[str, bool]:

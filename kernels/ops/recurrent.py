@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from infer.kernels.compiler.arena import Operand
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
-from infer.kernels.compiler.target import Target
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.plan import Grid
 from infer.kernels.gpu.tensor import HALF, GpuTensor
+from infer.kernels.lowering.arena import Operand
+from infer.kernels.lowering.graph import Value, source
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Target, stride
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.prepared import Form, Maker
 from infer.kernels.state.layer_state import LayerState
 
@@ -59,7 +59,7 @@ class ShortConv(Value):
         return shape.channels
 
     def lower(self, low: Lowering) -> None:
-        x, x_stride, offset = low.source(self.x)
+        x, x_stride, offset = source(self.x)
         operands: list[Operand] = [low.step, x, self.weight.buffer, self.state.inputs, self]
         workgroups = -(-self.width // 64)
         rows_each = 1 if low.kind.batch else _CONV_ROWS
@@ -95,6 +95,7 @@ class DeltaRule(Value):
     a_log: GpuTensor
     dt_bias: GpuTensor
     state: LayerState
+    variant: DeltaVariant = field(init=False)
 
     def checked_width(self) -> int:
         shape = self.state.shape
@@ -106,10 +107,13 @@ class DeltaRule(Value):
             raise ValueError(f"gates of {self.gates.width} values do not fit {shape.heads} heads")
         return values
 
+    def choose(self, target: Target) -> None:
+        key_dim = self.state.shape.key_dim
+        self.variant = target.tuning.choose(delta_rule_variant, target.kind.span, key_dim)
+
     def lower(self, low: Lowering) -> None:
-        state, shape = self.state, self.state.shape
-        variant = low.tuning.choose(delta_rule_variant, low.kind.span, shape.key_dim)
-        (x, x_stride, _), (gates, gates_stride, _) = low.source(self.x), low.source(self.gates)
+        state, shape, variant = self.state, self.state.shape, self.variant
+        (x, x_stride, _), (gates, gates_stride, _) = source(self.x), source(self.gates)
         vectors = self.a_log.buffer, self.dt_bias.buffer
         recent, recent_params = _recent(low, state, 1)
         low.emit(
@@ -133,6 +137,7 @@ class DeltaRule(Value):
                 + 4 * rows * (x_stride + self.width)
             ),
             flops=lambda rows, kv_len: 6 * rows * shape.key_dim * self.width,
+            variant=variant,
         )
 
 
@@ -151,6 +156,7 @@ class SSMScan(Maker):
     heads: GpuTensor
     state: LayerState
     dt_limit: tuple[float, float] = (0.0, math.inf)
+    variant: ScanVariant = field(init=False)
 
     def checked_width(self) -> int:
         shape = self.state.shape
@@ -164,18 +170,20 @@ class SSMScan(Maker):
             raise ValueError(f"a weight of {self.heads.shape} does not fit {shape.heads} heads")
         return values
 
+    def choose(self, target: Target) -> None:
+        key_dim = self.state.shape.key_dim
+        self.variant = target.tuning.choose(ssm_scan_variant, target.kind.span, key_dim)
+
     def writes(self, form: Form, target: Target) -> bool:
-        variant = target.tuning.choose(ssm_scan_variant, target.kind.span, self.state.shape.key_dim)
-        halves = variant.columns % HALF == self.state.shape.value_dim % HALF == 0
+        halves = self.variant.columns % HALF == self.state.shape.value_dim % HALF == 0
         bound = 7 if target.kind.drafts else 6
         return form.fits(self, target, bound) and (halves or not form.int8)
 
     def lower(self, low: Lowering) -> None:
-        state, shape = self.state, self.state.shape
+        state, shape, variant = self.state, self.state.shape, self.variant
         dt_min, dt_max = self.dt_limit
-        variant = low.tuning.choose(ssm_scan_variant, low.kind.span, shape.key_dim)
-        (x, x_stride, _), (z, z_stride, z_offset) = low.source(self.x), low.source(self.z)
-        dt, dt_stride, dt_offset = low.source(self.dt)
+        (x, x_stride, _), (z, z_stride, z_offset) = source(self.x), source(self.z)
+        dt, dt_stride, dt_offset = source(self.dt)
         recent, recent_params = _recent(low, state, 1)
         low.emit(
             "ssm_scan",
@@ -204,6 +212,7 @@ class SSMScan(Maker):
                 + 4 * rows * (x_stride + self.width)
             ),
             flops=lambda rows, kv_len: 6 * rows * shape.key_dim * self.width,
+            variant=variant,
         )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infer.kernels.compiler.graph import Value, stride
-from infer.kernels.compiler.lowering import Lowering
 from infer.kernels.gpu.device import Buffer
+from infer.kernels.lowering.graph import Value, source
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import stride
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ def lower_rotate(low: Lowering, x: Value, result: Value, rope: Rope, width: int,
     """The first `width` of the `head` values of each head of x rotated, to where the heads of the
     result begin."""
     heads = x.width // head
-    root, x_stride, offset = low.source(x)
+    root, x_stride, offset = source(x)
     low.emit(
         "rope",
         (low.step, rope.table, root, result),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from infer.kernels.compiler.graph import Value
+from infer.kernels.lowering.graph import Value
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.linear import Linear
 from infer.kernels.ops.rope import Rope

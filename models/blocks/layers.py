@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any, Self
 
-from infer.kernels.compiler.graph import Value
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.lowering.graph import Value
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import PAGE, KVShape, LayerCache

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from infer.kernels.compiler.graph import Value
 from infer.kernels.errors import UnsupportedError
+from infer.kernels.lowering.graph import Value
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.layer_state import LayerState, StateShape

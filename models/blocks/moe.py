@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from infer.kernels.compiler.graph import Value
 from infer.kernels.errors import UnsupportedError
+from infer.kernels.lowering.graph import Value
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.experts import Route
 from infer.models.blocks import layers

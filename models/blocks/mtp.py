@@ -22,14 +22,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from infer.kernels.compiler.graph import Value, reachable
+from infer.kernels.lowering.graph import Value, reachable
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.attention import Attention
 from infer.kernels.ops.embedding import LogitsRows
 from infer.kernels.ops.hidden import KeepHidden
 from infer.kernels.ops.kv_write import KVWrite
 from infer.kernels.ops.rope import Rope
-from infer.kernels.state.hidden import HiddenStates
+from infer.kernels.state.hidden_states import HiddenStates
 from infer.kernels.state.layer_state import Cache
 from infer.models.blocks import layers
 from infer.models.blocks.decoder import Decoder, before_head

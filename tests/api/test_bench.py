@@ -40,15 +40,15 @@ from infer.engine.options import EngineOptions
 from infer.engine.steps import Loaded
 from infer.engine.token_engine import Request
 from infer.kernels.checks.forward import Forward
-from infer.kernels.compiler.tuning import Tuning
+from infer.kernels.checks.linear_check import EMULATED
 from infer.kernels.errors import InferError, ModelNotFoundError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.bandwidth import COPIED, copy, copy_bandwidth
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.profile import profile_passes
 from infer.kernels.gpu.record import Copy, run
 from infer.kernels.gpu.shader import KernelSpec
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops import functional as ops
-from infer.kernels.ops.linear_check import EMULATED
 from infer.kernels.ops.matmul_matrix import MatrixVariant
 from infer.models import build_model
 from infer.models.loading.config import RawConfig

@@ -25,7 +25,6 @@ from infer.engine.prompts import Prompt
 from infer.engine.recordings import Recipe
 from infer.engine.steps import Loaded
 from infer.engine.token_engine import Request
-from infer.kernels.compiler.graph import stride
 from infer.kernels.errors import DeviceError, ModelError, OutOfMemoryError, RequestError
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
 from infer.kernels.gpu.native import library, wgpu_native
@@ -33,6 +32,7 @@ from infer.kernels.gpu.plan import needed
 from infer.kernels.gpu.record import EMPTY, RawQueue, Recording
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import allocate
+from infer.kernels.lowering.target import stride
 from infer.kernels.state.kv_cache import PAGE
 from infer.kernels.state.sampler import ROW_LOGPROBS
 from infer.kernels.state.step import NO_TOKEN

@@ -23,12 +23,12 @@ from infer.engine.token_engine import Step
 from infer.kernels.checks.arrays import to_gpu
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import FLOATS, PUBLISHED, grouped
+from infer.kernels.checks.linear_check import EMULATED
 from infer.kernels.compiler.invariant import InvariantTuning
 from infer.kernels.gpu.device import Device, DryDevice, Limits
 from infer.kernels.gpu.tensor import QUANTIZED
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.attention import AttentionMatrixVariant
-from infer.kernels.ops.linear_check import EMULATED
 from infer.kernels.ops.matmul_rows import LEAST_LANES, MOST_ROWS, RowsShape, matmul_rows_variant
 from infer.kernels.state.kv_cache import PAGE
 from infer.sampling import SamplingParams

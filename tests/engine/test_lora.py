@@ -37,6 +37,7 @@ from infer.bench.report import BenchReport
 from infer.engine.engine import Engine
 from infer.engine.scheduler import Decode, Prefill
 from infer.hub import DEMO, resolve, resolve_adapter
+from infer.kernels.checks import linear_check
 from infer.kernels.checks.arrays import to_gpu
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import int8_rows
@@ -52,7 +53,6 @@ from infer.kernels.gpu.device import Device, DryDevice, Limits
 from infer.kernels.gpu.pack import from_bf16, to_bf16
 from infer.kernels.gpu.tensor import INTEGERS
 from infer.kernels.ops import functional as ops
-from infer.kernels.ops import linear_check
 from infer.kernels.ops.linear import LowRank
 from infer.models import open_model
 from infer.models.blocks.decoder import Decoder

@@ -25,15 +25,20 @@ from test_kernels import (
 )
 
 from infer.engine.engine import Engine
-from infer.kernels.checks import functions
+from infer.kernels.checks import (
+    elementwise_check,
+    functions,
+    linear_check,
+    norm_check,
+    recurrent_check,
+)
 from infer.kernels.checks.arrays import to_gpu
 from infer.kernels.checks.bench import Bench
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import exact_weight
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.device import Device, Settings
-from infer.kernels.ops import elementwise_check, linear_check, norm_check, recurrent_check
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.matmul_rows import few_rows
 from infer.kernels.ops.recurrent import (
@@ -208,13 +213,11 @@ class Forced(Tuning):
 
     def __init__(self, device: Device, variant: DeltaVariant) -> None:
         super().__init__(device)
-        self.variant = variant
-
-    def choose(self, rule: Any, *call: Any) -> Any:
-        own = self.variant
-        if rule is ssm_scan_variant:
-            return ScanVariant(own.rows, own.unroll, own.columns, own.split, own.tile)
-        return own if rule is delta_rule_variant else rule(self, *call)
+        sizes = variant.rows, variant.unroll, variant.columns, variant.split, variant.tile
+        self.instead = {
+            delta_rule_variant: lambda *call: variant,
+            ssm_scan_variant: lambda *call: ScanVariant(*sizes),
+        }
 
 
 VARIANTS = [

@@ -26,26 +26,25 @@ from test_kernels import (
     thirds,
 )
 
-from infer.kernels.checks import functions
+from infer.kernels.checks import attention_check, functions, linear_check, norm_check, rope_check
 from infer.kernels.checks.arrays import Array, from_rows, rounded, to_gpu, to_rows
+from infer.kernels.checks.attention_check import kv_step, nearest_output
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import exact_weight, int8_rows
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.arena import Arena
 from infer.kernels.compiler.compile import lower
-from infer.kernels.compiler.target import StepKind
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.record import run
-from infer.kernels.ops import attention_check, linear_check, norm_check, rope_check
+from infer.kernels.lowering.arena import Arena
+from infer.kernels.lowering.target import StepKind
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.attention import (
     AttentionVariant,
     attention_joined_variant,
     attention_variant,
 )
-from infer.kernels.ops.attention_check import kv_step, nearest_output
 from infer.kernels.ops.rope import Rope
 from infer.kernels.state.kv_cache import KV_DTYPES, PAGE, KVCache, KVShape, kept
 from infer.kernels.state.step import HEADER, ROW, pack_step
@@ -71,15 +70,12 @@ def attention_tuning(device: Device, joined: bool) -> Tuning:
     """The rules of this device without its matrices (test_attention_matrix.py has those), but that
     attention joins a short context, as on a GPU, or none."""
 
-    class Joined(Tuning):
-        def choose(self, rule: Any, *call: Any) -> Any:
-            if rule is not attention_joined_variant:
-                return rule(self, *call)
-            one = replace(call[0], heads=1, splits=1, min_split=_JOINED, max_split=_JOINED)
-            return one if joined else None
+    def one(tuning: Tuning, variant: AttentionVariant, *call: int) -> AttentionVariant | None:
+        own = replace(variant, heads=1, splits=1, min_split=_JOINED, max_split=_JOINED)
+        return own if joined else None
 
-    tuning = Joined(device)
-    tuning.matrices = ()
+    tuning = Tuning(device)
+    tuning.matrices, tuning.instead = (), {attention_joined_variant: one}
     return tuning
 
 

@@ -11,18 +11,18 @@ from test_kernels import Case, Factors, normal, pairwise
 from test_matmul_matrix import tuning_of
 
 from infer.kernels.checks.arrays import Array, rounded
+from infer.kernels.checks.attention_check import (
+    attention,
+    run_attention_matrix,
+    run_attention_prompts,
+)
 from infer.kernels.checks.bench import Bench
+from infer.kernels.checks.linear_check import ByMatrix
 from infer.kernels.checks.reference import nmse
 from infer.kernels.gpu.device import Device, Limits
 from infer.kernels.gpu.native.library import MatrixShape
 from infer.kernels.gpu.shader import _WORKGROUP, Declared, KernelSpec, render
 from infer.kernels.ops.attention import AttentionMatrixVariant, attention_matrix_variant
-from infer.kernels.ops.attention_check import (
-    attention,
-    run_attention_matrix,
-    run_attention_prompts,
-)
-from infer.kernels.ops.linear_check import ByMatrix
 from infer.kernels.state.kv_cache import kept
 
 LIMIT = 1e-7  # exponentials are rounded to f16, by up to 2^-12 of each

@@ -11,17 +11,16 @@ import pytest
 from conftest import OpenDevice
 from marks import others_full
 
-from infer.kernels.checks import functions
+from infer.kernels.checks import attention_check, functions
 from infer.kernels.checks.arrays import Array
 from infer.kernels.checks.bench import Bench
 from infer.kernels.checks.reference import nmse
 from infer.kernels.compiler.compile import lower
-from infer.kernels.compiler.graph import Input
-from infer.kernels.compiler.target import StepKind
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
-from infer.kernels.ops import attention_check
+from infer.kernels.lowering.graph import Input
+from infer.kernels.lowering.target import StepKind
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.attention import (
     Attention,
     TiledVariant,
@@ -42,10 +41,8 @@ class Forced(Tuning):
 
     def __init__(self, device: Device, variant: TiledVariant) -> None:
         super().__init__(device)
-        self.variant, self.loop_passes = variant, sys.maxsize
-
-    def choose(self, rule: Any, *call: Any) -> Any:
-        return self.variant if rule is attention_tiled_variant else rule(self, *call)
+        self.loop_passes = sys.maxsize
+        self.instead = {attention_tiled_variant: lambda *call: variant}
 
 
 def error(

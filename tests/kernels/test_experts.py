@@ -32,16 +32,15 @@ from infer.bench.measure import weight_bytes_per_token
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
 from infer.engine.steps import Loaded
-from infer.kernels.checks import functions
+from infer.kernels.checks import experts_check, functions, norm_check
 from infer.kernels.checks.arrays import Array, to_gpu
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import exact_weight, grouped, int8_rows, multiplied
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
 from infer.kernels.gpu.tensor import INTEGERS, QUANTIZED, Grouping, allocate
-from infer.kernels.ops import experts_check, norm_check
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops import functional as ops
 from infer.models import build_model, open_model
 from infer.models.loading import load as loading

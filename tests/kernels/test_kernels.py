@@ -18,13 +18,22 @@ import numpy as np
 import pytest
 from conftest import LEAST, OpenDevice
 
-from infer.kernels.checks import functions, reference
+from infer.kernels.checks import (
+    attention_check,
+    elementwise_check,
+    functions,
+    linear_check,
+    lora_check,
+    norm_check,
+    reference,
+    rope_check,
+)
 from infer.kernels.checks.arrays import Array, rounded, to_gpu
+from infer.kernels.checks.bench import never
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import exact_weight, grouped, int8_rows, multiplied
+from infer.kernels.checks.linear_check import ByRows, ByVec
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.target import MAX_VEC_ROWS
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.errors import DeviceError, ShaderError
 from infer.kernels.gpu.codes import TABLES
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
@@ -33,33 +42,24 @@ from infer.kernels.gpu.plan import dispatch
 from infer.kernels.gpu.profile import profile_dispatches
 from infer.kernels.gpu.shader import KernelSpec
 from infer.kernels.gpu.tensor import BLOCK, CODED, HALF, LOOKED_UP, Grouping
-from infer.kernels.ops import (
-    attention_check,
-    elementwise_check,
-    linear_check,
-    lora_check,
-    norm_check,
-    rope_check,
-)
+from infer.kernels.lowering.target import MAX_VEC_ROWS
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.attention import (
     AttentionVariant,
     attention_joined_variant,
     attention_variant,
 )
-from infer.kernels.ops.linear import (
-    Int8TileVariant,
-    TileVariant,
-    VecShape,
-    VecVariant,
-    matmul_int8_variant,
-    matmul_variant,
-    matmul_vec_variant,
-)
-from infer.kernels.ops.linear_check import ByRows, ByVec
 from infer.kernels.ops.lora import LoraDown, lora_outputs, lora_rows
 from infer.kernels.ops.matmul_lanes import matmul_lanes_variant
 from infer.kernels.ops.matmul_rows import few_rows
+from infer.kernels.ops.matmul_tiles import (
+    Int8TileVariant,
+    TileVariant,
+    matmul_int8_variant,
+    matmul_variant,
+)
+from infer.kernels.ops.matmul_vec import VecShape, VecVariant, matmul_vec_variant
 from infer.kernels.state.sampler import INVALID_TOKEN
 from infer.models.blocks.rope import rope_table
 from infer.models.loading.config import RawConfig, RopeConfig
@@ -936,16 +936,16 @@ class Forced(Tuning):
         joined: AttentionVariant | None = None,
     ):
         super().__init__(device)
-        self.variant, self.joined = variant, joined
-
-    def choose(self, rule: Any, *call: Any) -> Any:
-        if rule in (matmul_vec_variant, matmul_variant, matmul_int8_variant, attention_variant):
-            return self.variant
-        if rule in (lora_rows, lora_outputs):
-            return self.variant[rule is lora_outputs]
-        if rule in (few_rows, matmul_lanes_variant):
-            return None
-        return self.joined if rule is attention_joined_variant else rule(self, *call)
+        self.instead = {
+            **dict.fromkeys(
+                (matmul_vec_variant, matmul_variant, matmul_int8_variant, attention_variant),
+                lambda *call: variant,
+            ),
+            **dict.fromkeys((few_rows, matmul_lanes_variant), never),
+            attention_joined_variant: lambda *call: joined,
+            lora_rows: lambda *call: variant[0],
+            lora_outputs: lambda *call: variant[1],
+        }
 
 
 # Every third of them, so that all numbers of each kind come; the others in the full run.

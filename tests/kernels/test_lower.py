@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,20 +12,23 @@ import pytest
 from infer.kernels.checks.arrays import Array, to_gpu
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.arena import Arena, Kernel, Scratch, colour
+from infer.kernels.checks.rope_check import rope_table
 from infer.kernels.compiler.compile import lower
-from infer.kernels.compiler.graph import Input, Slice, Value, stride
-from infer.kernels.compiler.target import MAX_VEC_ROWS, StepKind, constant
+from infer.kernels.compiler.fusion import rewrite
 from infer.kernels.gpu.device import Buffer, Device, DryDevice, Limits, Pipeline, Settings
 from infer.kernels.gpu.native.library import NOTHING
 from infer.kernels.gpu.plan import DispatchPlan, linear_grid
 from infer.kernels.gpu.shader import KernelSpec, render
 from infer.kernels.gpu.tensor import GpuTensor, allocate
+from infer.kernels.lowering.arena import Arena, Kernel, Scratch, colour
+from infer.kernels.lowering.graph import Graph, Slice, Value
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import MAX_VEC_ROWS, StepKind, Target, constant, stride
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops import functional as ops
 from infer.kernels.ops.linear import LowRank
 from infer.kernels.ops.recurrent import SSMScan
 from infer.kernels.ops.rope import Rope
-from infer.kernels.ops.rope_check import rope_table
 from infer.kernels.state.kv_cache import KVCache, KVShape, LayerCache
 from infer.kernels.state.layer_state import LayerState, StateShape
 
@@ -395,6 +398,28 @@ def test_without_fusing_every_op_has_its_kernel() -> None:
     assert kernels_of(1, fuse=False) == layer + layer + rest
 
 
+class Closed(Tuning):
+    """Chooses no variant."""
+
+    def choose(self, rule: Callable[..., Any], *call: Any) -> Any:
+        raise AssertionError(f"{rule.__name__} is asked while kernels are emitted")
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40, 512])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_variants_are_chosen_before_kernels_are_emitted(rows: int, fuse: bool) -> None:
+    dry = DryDevice(Limits(workgroup_storage=32768, storage_buffers=9))
+    caches = KVCache(dry, [(KV_HEADS, HEAD_DIM)] * 2, 2000, dtype="f16").layers
+    graph = Graph(model(dry, caches, normed="heads"))
+    target = Target(dry, StepKind(rows, logits=1), Tuning(dry), fuse)
+    rewrite(graph, target, Everywhere(dry, by_row=True))
+    target.tuning = Closed(dry)
+    lowering = Lowering(target, graph.output, dry.buffer(16), dry.buffer(16))
+    for value in graph.values:
+        value.lower(lowering)
+    assert {"matmul_vec", "lora_down"} <= {kernel.spec.name for kernel in lowering.kernels}
+
+
 # Random graphs
 
 
@@ -538,8 +563,7 @@ def check_lifetimes(
                 holds[buffer] = operand
                 assert buffer.nbytes >= needed(operand, rows)
             else:
-                given = isinstance(operand, Input)
-                assert given or holds[buffer] is operand, f"{label} reads what has been lost"
+                assert holds[buffer] is operand, f"{label} reads what has been lost"
 
 
 def needed(operand: Value | Scratch, rows: int) -> int:

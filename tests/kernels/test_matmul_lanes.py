@@ -11,10 +11,10 @@ from test_kernels import INT8_LIMIT, LIMIT, Case, Factors, normal, pairwise
 from infer.kernels import functions
 from infer.kernels.checks.arrays import to_gpu
 from infer.kernels.checks.inputs import FLOATS, PUBLISHED
+from infer.kernels.checks.linear_check import ByLanes, matmul
 from infer.kernels.checks.reference import nmse
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.tensor import INTEGERS, LOOKED_UP, QUANTIZED
-from infer.kernels.ops.linear_check import ByLanes, matmul
 from infer.kernels.ops.matmul_lanes import LanesShape, matmul_lanes_variant
 
 CASES: Factors = {

@@ -19,9 +19,15 @@ from infer.engine.runner import Runner
 from infer.kernels.checks.arrays import rounded, to_gpu
 from infer.kernels.checks.bench import TILED, Bench
 from infer.kernels.checks.inputs import FLOATS, PUBLISHED, grouped
+from infer.kernels.checks.linear_check import (
+    EMULATED,
+    ByMatrix,
+    head_linear,
+    matmul,
+    run_matmul_matrix,
+)
+from infer.kernels.checks.norm_check import rmsnorm
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.graph import Add
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.codes import TABLES
 from infer.kernels.gpu.device import Device, Limits, Settings
 from infer.kernels.gpu.native.library import MatrixShape
@@ -29,18 +35,12 @@ from infer.kernels.gpu.pack import from_bf16, to_bf16
 from infer.kernels.gpu.row_scales import scale_rows
 from infer.kernels.gpu.shader import _WORKGROUP, Declared, KernelSpec, render
 from infer.kernels.gpu.tensor import QUANTIZED, Grouping
+from infer.kernels.lowering.graph import Add
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.head_linear import HeadLinear
 from infer.kernels.ops.linear import Linear
-from infer.kernels.ops.linear_check import (
-    EMULATED,
-    ByMatrix,
-    head_linear,
-    matmul,
-    run_matmul_matrix,
-)
 from infer.kernels.ops.matmul_matrix import MatrixVariant, matmul_matrix_variant
 from infer.kernels.ops.norm import RMSNorm
-from infer.kernels.ops.norm_check import rmsnorm
 from infer.models.loading.checkpoint import Checkpoint
 from infer.sampling import SamplingParams
 

@@ -11,11 +11,11 @@ from test_kernels import INT8_LIMIT, LIMIT, Case, Factors, chain_error, normal, 
 from infer.kernels.checks.arrays import to_gpu
 from infer.kernels.checks.bench import Bench
 from infer.kernels.checks.inputs import FLOATS, PUBLISHED
+from infer.kernels.checks.linear_check import ByRows, matmul, run_matmul_rows
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
 from infer.kernels.gpu.tensor import INTEGERS, QUANTIZED
-from infer.kernels.ops.linear_check import ByRows, matmul, run_matmul_rows
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.matmul_rows import RowsShape, RowsVariant, possible_variant
 
 # For subgroups of 8 lanes; with what does not fit the rule's are taken.

@@ -20,11 +20,10 @@ from test_lower import Everywhere
 from infer.engine.prediction import with_shared
 from infer.engine.speculation import MAX_DRAFT
 from infer.engine.steps import Loaded
-from infer.kernels.checks import functions
+from infer.kernels.checks import experts_check, functions
 from infer.kernels.checks.functions import validate
+from infer.kernels.checks.linear_check import ByMatrix, ByRows
 from infer.kernels.compiler.compile import lower
-from infer.kernels.compiler.graph import Value
-from infer.kernels.compiler.target import StepKind
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, DryDevice, Limits
 from infer.kernels.gpu.shader import (
@@ -38,10 +37,10 @@ from infer.kernels.gpu.shader import (
     render_text,
 )
 from infer.kernels.gpu.tensor import OWN, allocate
-from infer.kernels.ops import experts_check
-from infer.kernels.ops.linear_check import ByMatrix, ByRows
+from infer.kernels.lowering.graph import Value
+from infer.kernels.lowering.target import StepKind
 from infer.kernels.ops.rope import Rope
-from infer.kernels.state.hidden import HiddenStates
+from infer.kernels.state.hidden_states import HiddenStates
 from infer.kernels.state.kv_cache import KV_DTYPES, KVCache
 from infer.kernels.state.layer_state import Cache, LayerState
 from infer.kernels.state.sampler import Sampler, SamplerChain

@@ -37,10 +37,10 @@ from safetensors import deserialize
 
 from infer import models
 from infer.engine.engine import Engine
-from infer.kernels.compiler import tuning
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.pack import from_bf16
+from infer.kernels.lowering import tuning
 from infer.kernels.state.kv_cache import PAGE, kept
 from infer.memory import kv_bytes_per_position
 from infer.models import ARCHITECTURES, MULTIMODAL, build_model, open_model

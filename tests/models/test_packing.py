@@ -25,6 +25,7 @@ from test_gguf import Kind, converted, write
 
 from infer.cli.report import ModelReport
 from infer.inspection import inspect_model
+from infer.kernels.checks import linear_check
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import int8_rows
 from infer.kernels.checks.reference import nmse
@@ -34,7 +35,6 @@ from infer.kernels.gpu.codes import TABLES
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.tensor import INTEGERS, GpuTensor
 from infer.kernels.ops import functional as ops
-from infer.kernels.ops import linear_check
 from infer.models import open_model
 from infer.models.loading import packing
 from infer.models.loading.checkpoint import Checkpoint

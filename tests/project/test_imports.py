@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -78,8 +78,9 @@ def dotted(path: Path) -> str:
     return ".".join(names if names[0] == "infer" else ["infer", *names])
 
 
-def test_no_imports_go_in_a_circle() -> None:
-    """Not even those in functions, and those for type checkers."""
+def project_imports() -> dict[str, set[str]]:
+    """Each module of this project, and those of this project that it imports: not even functions,
+    and type checkers, may see a circle in them."""
     paths = {dotted(path): path for folder in ALLOWED for path in modules(folder)}
     graph = {module: set[str]() for module in paths}
     for module, path in paths.items():
@@ -88,10 +89,34 @@ def test_no_imports_go_in_a_circle() -> None:
             if found in paths:
                 graph[module].add(found)
     assert len(graph["infer.loading"]) > 10
+    return graph
+
+
+def check_no_circle(graph: Mapping[str, set[str]]) -> None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    check_no_circle(project_imports())
+
+
+def test_no_packages_of_kernels_go_in_a_circle() -> None:
+    """The layers, from the GPU to the checks: none imports what stands on it."""
+    folders = sorted(path.parent.name for path in (ROOT / "kernels").glob("*/__init__.py"))
+    assert {"gpu", "ops", "checks"} < {*folders}
+    packages = {f"infer.kernels.{folder}": set[str]() for folder in folders}
+
+    def package_of(module: str) -> str:
+        return ".".join(module.split(".")[:3])
+
+    for module, found in project_imports().items():
+        own = package_of(module)
+        if own in packages:
+            packages[own] |= {package_of(name) for name in found} & packages.keys() - {own}
+    check_no_circle(packages)
 
 
 @pytest.mark.parametrize(
@@ -125,17 +150,12 @@ def test_what_runs_a_model_needs_no_checks() -> None:
     """The cases of kernels, their references and the kernels by hand are for tests and for
     `infer devices --check`; infer.kernels offers them, and imports them when they are asked for."""
 
-    def is_check(name: str) -> bool:
-        return name.startswith("infer.kernels.checks") or name.split(".")[-1].endswith("_check")
-
     offered_by = ("infer.kernels", "infer.cli.report")
-    paths = [path for folder in ALLOWED for path in modules(folder)]
-    for path in paths:
-        if dotted(path) in offered_by or is_check(dotted(path)):
-            continue
-        for name in imported(path):
-            module, _, _ = name.rpartition(".")
-            assert not is_check(name) | is_check(module), f"{path} imports {name}"
+    checks = "infer.kernels.checks"
+    for path in [path for folder in ALLOWED for path in modules(folder)]:
+        if dotted(path) not in offered_by and not dotted(path).startswith(checks):
+            for name in imported(path):
+                assert not name.startswith(checks), f"{path} imports {name}"
 
 
 @pytest.mark.parametrize("folder", ALLOWED)

@@ -90,11 +90,11 @@ def test_a_clone_runs_as_it_is(tmp_path: Path, links: str) -> None:
     tree = copy_of_the_tree(tmp_path / "tree", links)
     code = """if True:
         import infer.cli.app, infer.kernels.gpu.shader, infer.models.llama
-        from infer.kernels.compiler import graph
-        print(infer.__file__, graph.__name__, graph is infer.kernels.compiler.graph)
+        from infer.kernels.lowering import graph
+        print(infer.__file__, graph.__name__, graph is infer.kernels.lowering.graph)
     """
     printed = run(sys.executable, "-c", code, PYTHONPATH=str(tree))
-    assert printed == f"{tree}/infer/__init__.py infer.kernels.compiler.graph True\n"
+    assert printed == f"{tree}/infer/__init__.py infer.kernels.lowering.graph True\n"
     run(sys.executable, tree / "scripts" / "make_tables.py", "--check")
 
 

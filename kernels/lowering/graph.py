@@ -1,8 +1,8 @@
 """The graph of a forward pass: activations, and the operations that make them.
 
 A forward is traced, not run: constructing an operation notes what it computes from what, and
-nothing else. Rules (fusion.py) rewrite the graph, then each operation emits its kernels
-(lowering.py). An operation is a subclass of Value in ops/, and stands for its result.
+nothing else. Rules rewrite the graph, then each operation emits its kernels. An operation is a
+subclass of Value in ops/, and stands for its result.
 """
 
 from __future__ import annotations
@@ -11,32 +11,23 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, ClassVar, ParamSpec
+from typing import Any, ParamSpec
 
 from infer.kernels.gpu.device import Buffer
+from infer.kernels.lowering.arena import Operand
+from infer.kernels.lowering.lowering import Lowering
+from infer.kernels.lowering.target import Intermediate, Target, stride
 
 P = ParamSpec("P")
 _COUNTER = count()
 
 
-def stride(width: int) -> int:
-    """The distance between rows of an activation, in values: kernels read eight at a time."""
-    return -(-width // 8) * 8
-
-
 @dataclass(eq=False, repr=False)
-class Value:
-    """A symbolic activation [rows of the step][width], f32, and the operation that makes it; rows
-    lie `stride(width)` values apart. Fields that are Values are its inputs.
+class Value(Intermediate):
+    """A symbolic activation, and the operation that makes it. Fields that are Values are its
+    inputs. number: its place in the order of tracing."""
 
-    of_logits: it has only the rows that get logits. number: its place in the order of tracing.
-    """
-
-    width: int = field(init=False, default=0)
-    of_logits: bool = field(init=False, default=False)
-    number: int = field(init=False, default=0, repr=False)
-
-    is_routing: ClassVar[bool] = False  # whether it says how much experts have to do
+    number: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         """Raises ValueError for inputs that do not fit."""
@@ -48,8 +39,12 @@ class Value:
         """The width of the result. Raises ValueError for inputs that do not fit."""
         raise NotImplementedError
 
-    def lower(self, low: Any) -> None:
-        """Emit its kernels; low: a Lowering, which is made of graphs."""
+    def choose(self, target: Target) -> None:
+        """Choose the variants of its kernels, where it has several. Rules that change what it
+        computes have run by then; `lower` reads what it chose."""
+
+    def lower(self, low: Lowering) -> None:
+        """Emit its kernels."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -94,7 +89,7 @@ class Input(Value):
     def checked_width(self) -> int:
         return self.columns
 
-    def lower(self, low: Any) -> None:
+    def lower(self, low: Lowering) -> None:
         pass
 
 
@@ -111,17 +106,18 @@ class Slice(Value):
             raise ValueError(f"{self.columns} columns from {self.offset} on are not in {self.x}")
         return self.columns
 
-    def lower(self, low: Any) -> None:
+    def lower(self, low: Lowering) -> None:
         pass
 
 
-def source(value: Value) -> tuple[Value, int, int]:
+def source(value: Value) -> tuple[Operand, int, int]:
     """Where a value lies: in which activation, with which row stride, from which column on."""
     offset = 0
     while isinstance(value, Slice):
         offset += value.offset
         value = value.x
-    return value, stride(value.width), offset
+    operand = value.buffer if isinstance(value, Input) else value
+    return operand, stride(value.width), offset
 
 
 def split(x: Value, *widths: int) -> tuple[Value, ...]:
@@ -141,8 +137,8 @@ class _Elementwise(Value):
     def checked_width(self) -> int:
         return same_width(self.a, self.b)
 
-    def lower(self, low: Any) -> None:
-        (a, a_stride, a_offset), (b, b_stride, b_offset) = low.source(self.a), low.source(self.b)
+    def lower(self, low: Lowering) -> None:
+        (a, a_stride, a_offset), (b, b_stride, b_offset) = source(self.a), source(self.b)
         low.emit(
             self.kernel,
             (a, b, self),

@@ -15,18 +15,12 @@ from numpy.typing import NDArray
 from infer.kernels.checks.arrays import Array, from_rows
 from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome
 from infer.kernels.checks.by_hand import by_hand, floats
+from infer.kernels.checks.elementwise_check import softcap
 from infer.kernels.checks.forward import Floats, Options, unwritten
+from infer.kernels.checks.linear_check import ByMatrix, few
+from infer.kernels.checks.norm_check import rmsnorm
 from infer.kernels.checks.reference import nmse, softmax
-from infer.kernels.compiler.graph import Value, split
-from infer.kernels.errors import ShaderError
-from infer.kernels.gpu.device import Buffer
-from infer.kernels.ops.attention import Attention, AttentionMatrixVariant
-from infer.kernels.ops.elementwise_check import softcap
-from infer.kernels.ops.linear_check import ByMatrix, few
-from infer.kernels.ops.norm import RMSNorm
-from infer.kernels.ops.norm_check import rmsnorm
-from infer.kernels.ops.rope import Rope, Rotate
-from infer.kernels.ops.rope_check import (
+from infer.kernels.checks.rope_check import (
     RopeTable,
     check_rotated,
     frequencies,
@@ -34,10 +28,17 @@ from infer.kernels.ops.rope_check import (
     rope_table,
     stored_rope,
 )
+from infer.kernels.errors import ShaderError
+from infer.kernels.gpu.device import Buffer
+from infer.kernels.lowering.graph import Value, split
+from infer.kernels.ops.attention import Attention, AttentionMatrixVariant
+from infer.kernels.ops.norm import RMSNorm
+from infer.kernels.ops.rope import Rope, Rotate
 from infer.kernels.state.kv_cache import (
     KV_DTYPES,
     KVCache,
     KVShape,
+    LayerCache,
     from_kv,
     kept,
     kv_block,
@@ -395,7 +396,8 @@ def run_rope_kv_write(
     empty = np.zeros((0, n_kv_heads * head_dim))
     cache = _new_cache(bench, empty, empty, n_kv_heads, kv_dtype, position + len(x))
     rotary = stored_rope(bench, table, position + len(x), interleaved)
-    output = _rotated_attention(bench, x, rotary, cache, n_heads, norms)
+    heads = _rotated_heads(bench, x, rotary, cache.layers[0], n_heads, norms)
+    output = Attention(*heads, cache.layers[0], scale=1.0)
     y = unwritten(bench.device, len(x), n_heads * head_dim)
     # Alone, one row has no such kernel.
     bench.run_alone("rope_kv_write", output, position=position, plan_rows=2, y=y)
@@ -456,28 +458,24 @@ def run_rope_attention(
         raise ShaderError(f"k and v must have the rows of x, {len(x)} or more, not {len(k)}")
     cache = _new_cache(bench, k, v, n_kv_heads, kv_dtype, past + len(x))
     rotary = None if table is None else stored_rope(bench, table, past + len(x), interleaved)
-    output = _rotated_attention(
-        bench, x, rotary, cache, n_heads, norms, scale, window, softcap, v_norm, rotate_first
-    )
+    layer = cache.layers[0]
+    heads = _rotated_heads(bench, x, rotary, layer, n_heads, norms, v_norm, rotate_first)
+    output = Attention(*heads, layer, scale=scale, window=window, softcap=softcap)
     return bench.run(output, position=past), *_read_cache(bench, cache)
 
 
-def _rotated_attention(
+def _rotated_heads(
     bench: Bench,
     x: Array,
     rotary: Rope | None,
-    cache: KVCache,
+    layer: LayerCache,
     n_heads: int,
     norms: tuple[Array, Array, float] | None,
-    scale: float = 1.0,
-    window: int = 0,
-    softcap: float = 0.0,
     v_norm: Array | None = None,
     rotate_first: bool = False,
-) -> Value:
-    """Attention on a projection x of queries, and perhaps keys, and perhaps values; heads perhaps
+) -> tuple[Value, Value | None, Value | None]:
+    """Queries, keys and values of a projection x, which may lack values, or keys too; heads perhaps
     normed, those of queries and keys perhaps rotated, before that or after."""
-    layer = cache.layers[0]
     q_width, kv_width = n_heads * layer.head_dim, layer.n_kv_heads * layer.head_dim
     parts = (x.shape[1] - q_width) // kv_width
     q, *kv = split(bench.input(x), q_width, *[kv_width] * parts)
@@ -491,7 +489,7 @@ def _rotated_attention(
             k = k and RMSNorm(k, bench.weight(norms[1]), norms[2])
     if v and norms is not None and v_norm is not None:
         v = RMSNorm(v, bench.weight(v_norm), norms[2])
-    return Attention(q, k, v, layer, scale=scale, window=window, softcap=softcap)
+    return q, k, v
 
 
 def _traced(

@@ -1,16 +1,30 @@
-"""The target of compilation: a device, a kind of step, and the rules for variants of kernels."""
+"""The target of compilation: a device, a kind of step, and the rules for variants of kernels; and
+how many workgroups activations take there."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from infer.kernels.compiler.graph import Value
-from infer.kernels.compiler.tuning import Tuning
 from infer.kernels.gpu.device import Device
+from infer.kernels.gpu.native.library import Size
 from infer.kernels.gpu.plan import Count, Grid, linear_grid
 from infer.kernels.gpu.tensor import GpuTensor
+from infer.kernels.lowering.tuning import Tuning
 
 MAX_VEC_ROWS = 8
+
+
+@dataclass(eq=False, repr=False)
+class Intermediate:
+    """What kernels pass on: an activation [rows of the step][width], f32, whose rows lie
+    `stride(width)` values apart. of_logits: it has only the rows that get logits."""
+
+    width: int = field(init=False, default=0)
+    of_logits: bool = field(init=False, default=False)
+
+    is_routing: ClassVar[bool] = False  # whether it says how much experts have to do
 
 
 @dataclass(frozen=True)
@@ -63,23 +77,23 @@ class Target:
     fuse: bool
     given: GpuTensor | None = None
 
-    def rows(self, value: Value) -> int:
+    def rows(self, value: Intermediate) -> int:
         """The most rows of an activation in this kind of step."""
         if value.of_logits and self.kind.logits is not None:
             return self.kind.logits
         return self.kind.rows
 
-    def vec(self, value: Value) -> bool:
+    def vec(self, value: Intermediate) -> bool:
         """Whether the rows of an activation are few, or multiplied as if they were."""
         return self.rows(value) <= MAX_VEC_ROWS or self.kind.invariant
 
-    def row_grid(self, value: Value, x: int) -> Grid:
+    def row_grid(self, value: Intermediate, x: int) -> Grid:
         """x workgroups for each row."""
         if value.of_logits and self.kind.logits is not None:
             return (x, self.kind.logits, 1)
         return lambda rows, kv_len: (x, rows, 1)
 
-    def vec_grid(self, value: Value, count: int, tile: int) -> Grid:
+    def vec_grid(self, value: Intermediate, count: int, tile: int) -> Grid:
         """`count` workgroups for each tile of so many rows, or, 0, for all of them."""
         x, y, _ = linear_grid(count, self.device.limits.max_workgroups)
         if not tile:
@@ -87,6 +101,20 @@ class Target:
         if value.of_logits and self.kind.logits is not None:
             return (x, y, -(-self.kind.logits // tile))
         return lambda rows, kv_len: (x, y, -(-rows // tile))
+
+
+class ContextGrid(ABC):
+    """Workgroups that depend on the rows of a step and on the length of the cache."""
+
+    @abstractmethod
+    def __call__(self, rows: int, kv_len: int) -> Size:
+        """The workgroups of a step of so many rows, whose longest sequence has so many
+        positions."""
+
+
+def stride(width: int) -> int:
+    """The distance between rows of an activation, in values: kernels read eight at a time."""
+    return -(-width // 8) * 8
 
 
 def padded_rows(rows: int) -> int:

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Unpack
 import numpy as np
 
 from infer.kernels.checks.arrays import Array, rounded
-from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome, WithoutMatrices
+from infer.kernels.checks.bench import EPS, TILED, Bench, Case, Outcome, WithoutMatrices, never
 from infer.kernels.checks.by_hand import Dtype, by_hand
+from infer.kernels.checks.elementwise_check import ACTIVATIONS, halves
 from infer.kernels.checks.forward import Floats, Options
 from infer.kernels.checks.inputs import (
     FLOATS,
@@ -22,18 +23,25 @@ from infer.kernels.checks.inputs import (
     grouped,
     multiplied,
 )
-from infer.kernels.compiler.graph import Value
-from infer.kernels.compiler.target import MAX_VEC_ROWS
-from infer.kernels.compiler.tuning import Call, Tuning, Variant
+from infer.kernels.checks.norm_check import rmsnorm
+from infer.kernels.checks.rope_check import (
+    check_rotated,
+    frequencies,
+    rope,
+    rope_table,
+    stored_rope,
+)
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.native.library import MatrixShape
 from infer.kernels.gpu.pack import Codes
 from infer.kernels.gpu.row_scales import scale_rows
 from infer.kernels.gpu.tensor import QUANTIZED, Grouping
+from infer.kernels.lowering.graph import Value
+from infer.kernels.lowering.target import MAX_VEC_ROWS
+from infer.kernels.lowering.tuning import Tuning
 from infer.kernels.ops.attention import AttentionMatrixVariant, attention_matrix_variant
 from infer.kernels.ops.elementwise import Activation
-from infer.kernels.ops.elementwise_check import ACTIVATIONS, halves
 from infer.kernels.ops.head_linear import HeadLinear
 from infer.kernels.ops.linear import Linear
 from infer.kernels.ops.matmul_lanes import matmul_lanes_variant
@@ -45,15 +53,14 @@ from infer.kernels.ops.matmul_matrix import (
 from infer.kernels.ops.matmul_rows import (
     LEAST_LANES,
     MOST_ROWS,
+    RowsShape,
     RowsVariant,
     few_rows,
     matmul_rows_variant,
     possible_variant,
 )
 from infer.kernels.ops.norm import RMSNorm
-from infer.kernels.ops.norm_check import rmsnorm
 from infer.kernels.ops.rope import Rotate
-from infer.kernels.ops.rope_check import check_rotated, frequencies, rope, rope_table, stored_rope
 
 
 def matmul(x: Array, weight: Array) -> Array:
@@ -75,7 +82,7 @@ X = Annotated[Array, "rows, k"]
 Weight = Annotated[Array | Codes, "outputs, k"]
 
 
-class Projection(Options, total=False):
+class ProjectionOptions(Options, total=False):
     """The keyword arguments of all projections, which `run_matmul_vec` describes."""
 
     dtype: Dtype
@@ -101,7 +108,7 @@ def run_matmul(
 
 @by_hand
 def run_matmul_vec(
-    bench: Bench, x: X, weight: Weight, **options: Unpack[Projection]
+    bench: Bench, x: X, weight: Weight, **options: Unpack[ProjectionOptions]
 ) -> Annotated[Floats, "rows, n"]:
     """scale * (norm(x) W^T + bias) + residual, [rows, n], for 1 to 8 rows of x [rows, k].
 
@@ -117,7 +124,7 @@ def run_matmul_vec(
 
 @by_hand
 def run_matmul_tiled(
-    bench: Bench, x: X, weight: Weight, **options: Unpack[Projection]
+    bench: Bench, x: X, weight: Weight, **options: Unpack[ProjectionOptions]
 ) -> Annotated[Floats, "rows, n"]:
     """The projection that `matmul_vec` computes, [rows, n], for any number of rows, by the tiled
     kernel of prefill; the norm is a kernel of its own."""
@@ -127,7 +134,7 @@ def run_matmul_tiled(
 
 @by_hand
 def run_matmul_lanes(
-    bench: Bench, x: X, weight: Weight, **options: Unpack[Projection]
+    bench: Bench, x: X, weight: Weight, **options: Unpack[ProjectionOptions]
 ) -> Annotated[Floats, "rows, n"]:
     """The projection that `matmul_vec` computes, [rows, n], for any number of rows, by the kernel
     for CPUs, which needs subgroups of one fixed size; the norm of more than one row is a kernel of
@@ -142,7 +149,7 @@ def run_matmul_matrix(
     x: X,
     weight: Weight,
     variant: MatrixVariant | None = None,
-    **options: Unpack[Projection],
+    **options: Unpack[ProjectionOptions],
 ) -> Annotated[Floats, "rows, n"]:
     """The projection that `matmul_vec` computes, [rows, n], for more than 8 rows, by matrices of
     f16: the adapter's own, or emulated ones where it has none or the variant says so."""
@@ -167,21 +174,19 @@ class ByMatrix(Tuning):
         attention: AttentionMatrixVariant | None = None,
     ) -> None:
         super().__init__(device)
-        self.variant, self.attention = variant, attention
-
-    def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
-        known: Any = rule
-        asked: Any = call
-        never: Mapping[Any, Any] = {few_rows: False, matmul_lanes_variant: None}
-        chosen: Any = never[known] if known in never else rule(self, *call)
-        if known is matmul_matrix_variant:
-            chosen = self.variant or chosen or EMULATED
-        elif known is expert_matrix_variant:
-            chosen = chosen or replace(EMULATED, rows=asked[0])
-        elif known is attention_matrix_variant:
-            chosen = self.attention or chosen or _emulated_attention(self, *asked)
-        given: Variant = chosen
-        return given
+        self.instead = {
+            few_rows: never,
+            matmul_lanes_variant: never,
+            matmul_matrix_variant: lambda *call: (
+                variant or matmul_matrix_variant(*call) or EMULATED
+            ),
+            expert_matrix_variant: lambda tuning, rows, gated: (
+                expert_matrix_variant(tuning, rows, gated) or replace(EMULATED, rows=rows)
+            ),
+            attention_matrix_variant: lambda *call: (
+                attention or attention_matrix_variant(*call) or _emulated_attention(*call)
+            ),
+        }
 
 
 def _emulated_attention(
@@ -200,10 +205,11 @@ def _emulated_attention(
 class ByVec(WithoutMatrices):
     """Takes matmul_vec for 2 to 8 rows, and tiles for more, everywhere."""
 
-    def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
-        never: Mapping[Any, Any] = {few_rows: False, matmul_lanes_variant: None}
-        given: Variant = never[rule] if rule in never else super().choose(rule, *call)
-        return given
+    instead: Mapping[Any, Any] = {
+        **WithoutMatrices.instead,
+        few_rows: never,
+        matmul_lanes_variant: never,
+    }
 
 
 class ByLanes(WithoutMatrices):
@@ -219,19 +225,18 @@ class ByRows(WithoutMatrices):
 
     def __init__(self, device: Device, variant: RowsVariant | None = None) -> None:
         super().__init__(device)
-        self.variant = variant
 
-    def choose(self, rule: Callable[[Tuning, *Call], Variant], *call: *Call) -> Variant:
-        known: Any = rule
-        asked: Any = call and call[0]
-        chosen: Any = super().choose(rule, *call)
-        if known is few_rows:
-            chosen = 2 <= asked <= MOST_ROWS and self.subgroup_size >= LEAST_LANES
-        elif known is matmul_rows_variant:
-            fits = self.variant is not None and self.variant.runs(self, asked)
-            chosen = self.variant if fits else possible_variant(self, asked)
-        given: Variant = chosen
-        return given
+        def chosen(tuning: Tuning, shape: RowsShape) -> RowsVariant | None:
+            fits = variant is not None and variant.runs(tuning, shape)
+            return variant if fits else possible_variant(tuning, shape)
+
+        self.instead = {
+            **self.instead,
+            few_rows: lambda tuning, rows: (
+                2 <= rows <= MOST_ROWS and tuning.subgroup_size >= LEAST_LANES
+            ),
+            matmul_rows_variant: chosen,
+        }
 
 
 @by_hand
@@ -240,7 +245,7 @@ def run_matmul_rows(
     x: X,
     weight: Weight,
     variant: RowsVariant | None = None,
-    **options: Unpack[Projection],
+    **options: Unpack[ProjectionOptions],
 ) -> Annotated[Floats, "rows, n"]:
     """The projection that `matmul_vec` computes, [rows, n], for 2 to 64 rows, by a kernel that
     reads each weight once and needs subgroups; the norm is a kernel of its own."""

@@ -13,10 +13,10 @@ from infer.kernels.checks.arrays import Array
 from infer.kernels.checks.bench import EPS, Bench, Case, Outcome
 from infer.kernels.checks.by_hand import Dtype, by_hand
 from infer.kernels.checks.forward import Floats, Ids, Options
-from infer.kernels.compiler.graph import Value
+from infer.kernels.checks.norm_check import rmsnorm
+from infer.kernels.lowering.graph import Value
 from infer.kernels.ops.lora import LoraDown, LoraUp
 from infer.kernels.ops.norm import RMSNorm
-from infer.kernels.ops.norm_check import rmsnorm
 
 
 def by_row(x: Array, weights: Array, adapters: Ids) -> Array:

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from infer.kernels.checks.arrays import Array, rounded, to_rows
 from infer.kernels.checks.bench import TILED, Bench, Case, Outcome
 from infer.kernels.checks.by_hand import Dtype, by_hand
+from infer.kernels.checks.elementwise_check import ACTIVATIONS, clamped_swiglu
 from infer.kernels.checks.forward import Floats, Options
 from infer.kernels.checks.inputs import FLOATS, activations, exact_weight
+from infer.kernels.checks.linear_check import ByMatrix
 from infer.kernels.checks.reference import softmax
-from infer.kernels.compiler.graph import Value
-from infer.kernels.compiler.target import MAX_VEC_ROWS
 from infer.kernels.gpu.tensor import QUANTIZED
-from infer.kernels.ops.elementwise_check import ACTIVATIONS, clamped_swiglu
+from infer.kernels.lowering.graph import Value
+from infer.kernels.lowering.target import MAX_VEC_ROWS
 from infer.kernels.ops.experts import ExpertDown, ExpertGateUp, Route
-from infer.kernels.ops.linear_check import ByMatrix
 from infer.kernels.ops.norm import RMSNorm
 
 

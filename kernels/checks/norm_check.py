@@ -11,8 +11,8 @@ import numpy as np
 from infer.kernels.checks.arrays import Array
 from infer.kernels.checks.bench import EPS, Bench, Case, Outcome
 from infer.kernels.checks.by_hand import by_hand
+from infer.kernels.checks.elementwise_check import silu
 from infer.kernels.checks.forward import Floats, Options
-from infer.kernels.ops.elementwise_check import silu
 from infer.kernels.ops.norm import LayerNorm, RMSNorm
 
 

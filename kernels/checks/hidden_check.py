@@ -14,7 +14,7 @@ from infer.kernels.checks.by_hand import by_hand, check_ids
 from infer.kernels.checks.forward import Options
 from infer.kernels.errors import ShaderError
 from infer.kernels.ops.hidden import HiddenBefore, KeepHidden
-from infer.kernels.state.hidden import RECENT, HiddenStates
+from infer.kernels.state.hidden_states import RECENT, HiddenStates
 from infer.kernels.state.step import StepRow
 
 Kept = Annotated[Array, f"sequences, {RECENT}, width"]

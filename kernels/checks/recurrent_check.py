@@ -13,12 +13,12 @@ import numpy as np
 from infer.kernels.checks.arrays import Array
 from infer.kernels.checks.bench import EPS, Bench, Case, Outcome
 from infer.kernels.checks.by_hand import Dtype, by_hand
+from infer.kernels.checks.elementwise_check import ACTIVATIONS, silu
 from infer.kernels.checks.forward import Floats, Options
 from infer.kernels.checks.inputs import exact_weight, int8_rows
-from infer.kernels.compiler.graph import Value
-from infer.kernels.ops.elementwise_check import ACTIVATIONS, silu
+from infer.kernels.checks.linear_check import matmul
+from infer.kernels.lowering.graph import Value
 from infer.kernels.ops.linear import Linear
-from infer.kernels.ops.linear_check import matmul
 from infer.kernels.ops.norm import RMSNorm
 from infer.kernels.ops.recurrent import DeltaRule, ShortConv, SSMScan
 from infer.kernels.state.layer_state import LayerState, StateShape

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from infer.kernels.compiler.graph import Value
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import Count, Grid
 from infer.kernels.gpu.shader import KernelSpec
+from infer.kernels.lowering.target import Intermediate
 
 
 @dataclass(eq=False)
@@ -19,13 +19,13 @@ class Scratch:
     is_routing: bool = False
 
 
-Operand = Value | Scratch | Buffer
+Operand = Intermediate | Scratch | Buffer
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """A dispatch before its buffers are known. operands: in the order of the bindings; the shader
-    says which are written."""
+    says which are written. variant: of the kernel, where a rule chose it."""
 
     spec: KernelSpec
     operands: tuple[Operand, ...]
@@ -33,6 +33,7 @@ class Kernel:
     moved: Count
     flops: Count
     head: bool
+    variant: object = None
 
 
 class Arena:
@@ -56,13 +57,13 @@ class Arena:
 class Slot:
     """Operands that share a buffer, and the bytes that the largest needs."""
 
-    operands: list[Value | Scratch]
+    operands: list[Intermediate | Scratch]
     nbytes: int
     free_from: int  # the index of the last kernel that uses it
 
 
 def colour(
-    kernels: Sequence[Kernel], nbytes: Callable[[Value | Scratch], int | None]
+    kernels: Sequence[Kernel], nbytes: Callable[[Intermediate | Scratch], int | None]
 ) -> list[Slot]:
     """Slots for what kernels pass on. Operands that are never needed at the same time share a slot;
     no kernel reads and writes the same. Routings share with nothing: they say how much work experts

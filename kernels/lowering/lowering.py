@@ -1,4 +1,4 @@
-"""From operations to dispatches: each operation emits kernels, then activations are placed."""
+"""From kernels to dispatches: operations emit them, then activations are placed."""
 
 from __future__ import annotations
 
@@ -6,28 +6,32 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from infer.kernels.compiler.arena import Arena, Kernel, Operand, Scratch, colour
-from infer.kernels.compiler.graph import Graph, Input, Value, source, stride
-from infer.kernels.compiler.target import Target, constant, padded_rows
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.plan import Count, Dispatch, DispatchPlan, Grid, dispatch
 from infer.kernels.gpu.shader import KernelSpec
+from infer.kernels.lowering.arena import Arena, Kernel, Operand, Scratch, colour
+from infer.kernels.lowering.target import (
+    ContextGrid,
+    Intermediate,
+    Target,
+    constant,
+    padded_rows,
+    stride,
+)
 
 NO_PARAMS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Lowering(Target):
-    """The kernels of one kind of step, which `place` makes a plan of."""
+    """The kernels of one kind of step, which `place` makes a plan of. step: the buffer of its rows.
+    output: what ends up in output_buffer."""
 
-    source = staticmethod(source)
-
-    def __init__(self, target: Target, graph: Graph, step: Buffer, output_buffer: Buffer) -> None:
+    def __init__(
+        self, target: Target, output: Intermediate, step: Buffer, output_buffer: Buffer
+    ) -> None:
         super().__init__(target.device, target.kind, target.tuning, target.fuse, target.given)
-        self.step, self.output, self.output_buffer = step, graph.output, output_buffer
+        self.step, self.output, self.output_buffer = step, output, output_buffer
         self.kernels: list[Kernel] = []
-        for value in graph.values:
-            value.lower(self)
-        self.kernels.sort(key=lambda kernel: kernel.head)  # in the order in which they run
 
     def emit(
         self,
@@ -37,10 +41,11 @@ class Lowering(Target):
         params: Mapping[str, Any] = NO_PARAMS,
         moved: Count | int = 0,
         flops: Count | int = 0,
+        variant: object = None,
     ) -> None:
-        """Add a kernel. operands: in the order of its bindings."""
-        head = any(isinstance(item, Value) and self._in_head(item) for item in operands)
-        if callable(grid) and self.kind.rows == 1 and not name.startswith("attention"):
+        """Add a kernel. operands: in the order of its bindings. variant: as of Kernel."""
+        head = any(isinstance(item, Intermediate) and self._in_head(item) for item in operands)
+        if callable(grid) and self.kind.rows == 1 and not isinstance(grid, ContextGrid):
             grid = grid(1, 0)
         self.kernels.append(
             Kernel(
@@ -50,10 +55,11 @@ class Lowering(Target):
                 moved if callable(moved) else constant(moved),
                 flops if callable(flops) else constant(flops),
                 head,
+                variant,
             )
         )
 
-    def _in_head(self, value: Value) -> bool:
+    def _in_head(self, value: Intermediate) -> bool:
         return value.of_logits or value is self.output
 
     @property
@@ -73,8 +79,6 @@ class Lowering(Target):
                 return operand
             if operand is self.output:
                 return self.output_buffer
-            if isinstance(operand, Input):
-                return operand.buffer
             return arena.slots[found[operand]]
 
         parts: tuple[list[Dispatch], list[Dispatch]] = ([], [])
@@ -92,9 +96,9 @@ class Lowering(Target):
             )
         return DispatchPlan(tuple(parts[0]), tuple(parts[1]))
 
-    def _nbytes(self, operand: Value | Scratch) -> int | None:
+    def _nbytes(self, operand: Intermediate | Scratch) -> int | None:
         if isinstance(operand, Scratch):
             return operand.nbytes
-        if operand is self.output or isinstance(operand, Input):
+        if operand is self.output:
             return None
         return 4 * padded_rows(self.rows(operand)) * stride(operand.width)

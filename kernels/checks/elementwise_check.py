@@ -14,7 +14,7 @@ from infer.kernels.checks.arrays import Array
 from infer.kernels.checks.bench import Bench, Case, Outcome
 from infer.kernels.checks.by_hand import by_hand
 from infer.kernels.checks.forward import Floats, Options
-from infer.kernels.compiler.graph import Value, split
+from infer.kernels.lowering.graph import Value, split
 from infer.kernels.ops.elementwise import (
     XIELU,
     Activation,
