@@ -359,7 +359,8 @@ def open_adapters(
     offline: bool,
     progress: Callable[[int, int], None],
 ) -> tuple[Lora | None, dict[str, Lora]]:
-    """The same, read."""
+    """Find the LoRA adapters and read their files: the one that is always on, and those that are
+    chosen by name. Raises as `find_adapters`, and ModelError for files that are damaged."""
 
     def opened(found: ResolvedModel) -> Lora:
         return Lora.open(found.path, found.name)

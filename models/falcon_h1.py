@@ -177,5 +177,5 @@ def _read_branches(raw: RawConfig, into: float, normed: bool) -> BranchesConfig:
 
 
 def _factors(raw: RawConfig, key: str, count: int) -> list[float]:
-    """So many positive numbers. Raises UnsupportedError."""
+    """Reads a list of `count` positive numbers from the config. Raises UnsupportedError."""
     return raw.factors(key, count, [1.0] * count)

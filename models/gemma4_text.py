@@ -115,7 +115,7 @@ class Gemma4Text(MixtureOfExperts):
         )
 
     def shares(self, layer: int) -> bool:
-        """Whether a layer has no keys and values of its own."""
+        """Whether a layer uses the keys and values of an earlier layer."""
         return self.config.kv_sources[layer] != layer
 
     def weights(self) -> Iterator[WeightSpec]:
@@ -265,7 +265,8 @@ def read_global_heads(raw: RawConfig, windows: Sequence[int], k_eq_v: bool) -> t
 
 
 def read_shared(raw: RawConfig, windows: Sequence[int]) -> int:
-    """How many of the last layers share keys and values. Raises UnsupportedError."""
+    """Reads how many of the last layers have no keys and values of their own. Raises
+    UnsupportedError."""
     shared: int = raw.get("num_kv_shared_layers", 0, int)
     count = len(windows)
     kinds, own = ({window > 0 for window in part} for part in (windows, windows[: count - shared]))

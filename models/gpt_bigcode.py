@@ -8,7 +8,7 @@ from infer.models.loading.config import RawConfig
 
 
 class GPTBigCode(GPT2):
-    """Its matrices are not transposed."""
+    """GPT-2, but with matrices that are not transposed in the files."""
 
     transposed = False
 

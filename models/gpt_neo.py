@@ -26,7 +26,8 @@ _NAMES = {
 
 
 class GPTNeo(GPT2):
-    """Its matrices are not transposed; q, k and v are three, without biases."""
+    """GPT-2, but with matrices that are not transposed in the files, and with q, k and v as three
+    matrices without biases."""
 
     transposed = False
     names = _NAMES

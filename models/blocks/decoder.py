@@ -66,7 +66,8 @@ class Decoder:
         return layers.mlp(x, w, self.config)
 
     def active(self, name: str, rows: int) -> int:
-        """How many of these rows of a matrix one token is multiplied with."""
+        """Returns how many of the `rows` of a matrix one token is multiplied with. name: of the
+        weight."""
         return rows
 
     @property
@@ -75,7 +76,8 @@ class Decoder:
         return None
 
     def ignorable(self, key: str) -> bool:
-        """Whether a surplus tensor of a checkpoint can be left out."""
+        """Whether a tensor of a checkpoint that no weight is made of can be left out. key: its
+        name."""
         return key.endswith("rotary_emb.inv_freq")
 
     def forward(
@@ -113,7 +115,8 @@ class Decoder:
         return ()
 
     def behind(self, h: Value, w: Weights, given: Value | None) -> Value:
-        """What an architecture has behind a layer. given: the further input of that layer."""
+        """Returns the activations with what an architecture adds behind a layer. given: the further
+        input of that layer, if there is one."""
         return h
 
     def embed(self, w: Weights) -> Value:

@@ -66,7 +66,7 @@ class AttentionConfig:
 
     @property
     def normed(self) -> bool:
-        """Whether queries and keys are normed."""
+        """Whether queries and keys go through norms."""
         return self.qk_norm or self.wide_qk_norm or self.own_qk_norms
 
 

@@ -88,7 +88,8 @@ class Predictor(Decoder):
         self._hidden: HiddenStates | None = None
 
     def weights(self) -> Iterator[WeightSpec]:
-        """Its own: norms, the halves e_proj and h_proj of the projection, and the layer."""
+        """The layer's own weights: its norms, the halves e_proj and h_proj of the projection, and
+        the weights of the layer itself."""
         for spec in self._weights():
             yield replace(spec, added=self.added) if spec.name.endswith("norm") else spec
 

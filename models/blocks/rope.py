@@ -186,7 +186,8 @@ def _original(rope: RopeConfig) -> float:
 
 
 def _factor(rope: RopeConfig) -> float:
-    """How much longer the context has become."""
+    """Returns how many times longer the context has become than the one that the model was trained
+    for."""
     own: float = rope.scaling.get("factor", rope.max_position_embeddings / _original(rope))
     return own
 

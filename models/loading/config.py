@@ -276,7 +276,7 @@ class RawConfig:
         return value
 
     def factors(self, key: str, count: int, default: Any = _MISSING) -> list[float]:
-        """So many positive numbers."""
+        """Reads a list of `count` positive numbers. Raises UnsupportedError."""
         values: list[float] = self.items(key, default, kind=float)
         if len(values) != count:
             raise UnsupportedError(
@@ -325,7 +325,7 @@ class RawConfig:
                 )
 
     def _unused(self, key: str, value: Any) -> bool:
-        """Whether other values say so too."""
+        """Whether other values of the config say that this one is not used."""
         if key == "sliding_window":
             used = self.values.get("use_sliding_window")
             return used is False or (used is None and "use_sliding_window" in self.read)

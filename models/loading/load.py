@@ -193,7 +193,7 @@ class _Reading:
 
 
 def _place(part: Part) -> tuple[Path, int]:
-    """Where it begins."""
+    """Returns where a tensor's bytes begin."""
     tensor, view = part.tensor, part.view
     if isinstance(tensor, Packed):
         return tensor.tensors[0].file, tensor.tensors[0].offset
@@ -274,7 +274,7 @@ class _Floats:
 
     @property
     def _copies(self) -> bool:
-        """Whether the rows are those of the file, byte by byte."""
+        """Whether the rows of a weight are the file's bytes as they are."""
         part, view = self.part, self.part.view
         close = not view.transposed and view.rows.step == 1 and len(view.across) == part.width
         same = (view.factor, view.added, self.change) == (1.0, 0.0, None)

@@ -316,7 +316,7 @@ def _unmerged(config: RawConfig, key: str) -> UnsupportedError:
 
 
 def _alpha(patterns: Mapping[str, Any], module: str, default: float, place: str) -> float:
-    """That of the first pattern that matches a module's name, or the end of it."""
+    """Returns the alpha of the first pattern that matches a module's name, or its end."""
     for pattern, alpha in patterns.items():
         try:
             if len(_REPETITION.findall(pattern)) > 2 or _REPEATED_GROUP.search(pattern):

@@ -65,7 +65,7 @@ class PlannedWeight:
 
     @property
     def quantized(self) -> bool:
-        """Whether it is quantised here, while it is loaded."""
+        """Whether this weight is quantised while it is loaded."""
         return self.stored.dtype in QUANTIZED and not self.stored.packed
 
     def allocate(self, device: Device) -> GpuTensor:
@@ -111,8 +111,8 @@ class LoadPlan:
         return tensor.tensors[0].dtype if self.format == "gguf" else self.format or ""
 
     def joined(self, apart: Container[str] = ()) -> LoadPlan:
-        """With the expert that all tokens share as the last of its layer's, or as several where it
-        is as wide as these: if none has biases, it is not among those named `apart`, and lies on
+        """Returns the plan with the expert that all tokens share as the last expert of its layer's
+        stack, or as several experts where it is as wide as these: if none has biases, it is not among those named `apart`, and lies on
         the GPU as the others do, so that nothing is widened for that."""
         found, end = {weight.name: weight for weight in self.weights}, "shared_expert.down_proj"
         for layer in [name.removesuffix(end) for name in found if name.endswith(f".{end}")]:
@@ -213,7 +213,7 @@ def _found(spec: WeightSpec, checkpoint: Checkpoint) -> tuple[Source, ...]:
 
 
 def _upright(source: Source, checkpoint: Checkpoint) -> bool:
-    """Whether it is not transposed in the files: in some, stacks are not that are in others."""
+    """Whether a stack is not transposed in the files. Some files have it transposed, others not."""
     info, shape = checkpoint.tensors.get(source.key), source.shape
     stack = len(shape) > 2 and info is not None and info.shape == shape != source.file_shape
     return checkpoint.upright or stack or source.key in checkpoint.packed

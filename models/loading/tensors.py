@@ -36,7 +36,8 @@ class TensorInfo:
         return TensorInfo(name, self.dtype, shape, self.file, offset, rows * stride)
 
     def held(self) -> HeldTensor:
-        """The same, read whole into memory. Raises CheckpointError, as read_into does."""
+        """Returns a tensor that is read whole into memory. Raises CheckpointError, as read_into
+        does."""
         data = np.empty(self.nbytes, np.uint8)
         self.read_into(data.data)
         own = (self.name, self.dtype, self.shape, self.file, self.offset, self.nbytes)
@@ -70,8 +71,8 @@ _AT_ONCE = 16 << 20  # bytes compared at a time
 
 
 def same_bytes(a: TensorInfo, b: TensorInfo) -> bool:
-    """Whether two tensors are equal, as they lie in the files. Raises CheckpointError, as read_into
-    does."""
+    """Whether two tensors are equal, byte by byte, as they lie in the files. Raises
+    CheckpointError, as read_into does."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     starts = range(0, 0 if a == b else a.nbytes, _AT_ONCE)

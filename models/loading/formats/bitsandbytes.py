@@ -126,7 +126,7 @@ def _read_state(info: TensorInfo) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class _Nested:
-    """How absmax is quantised: map[absmax] * outer + offset, in blocks of `size`."""
+    """A quantised absmax: it is map[absmax] * outer + offset, in blocks of `size`."""
 
     outer: TensorInfo
     map: TensorInfo

@@ -249,7 +249,8 @@ def _windows(raw: RawConfig, how: Conversion) -> dict[str, Any]:
 
 
 def _experts(gguf: Gguf, raw: RawConfig, how: Conversion, layers: int) -> dict[str, Any]:
-    """How many there are and of what width, which older files do not state, and where."""
+    """Reads the number and the width of the experts, and which layers have some. Older files do not
+    state all of this."""
     if (normed := how.values.get("norm_topk_prob")) is None:
         raw.expect("expert_weights_norm", True)
     if "expert_weights_scale" not in how.keys:
@@ -340,7 +341,7 @@ def _longrope(gguf: Gguf, raw: RawConfig) -> dict[str, Any]:
 
 
 def _rope_factors(gguf: Gguf, head_dim: int) -> Floats:
-    """How much slower each pair of a head rotates."""
+    """Reads the factors by which each pair of a head's dimensions rotates more slowly."""
     info = _tensor(gguf, _ROPE_FACTORS)
     if info.shape != (head_dim // 2,) or info.dtype not in FLOATS:
         raise CheckpointError(f"{gguf.file}: {_ROPE_FACTORS} is {info.shape} of {info.dtype}.")

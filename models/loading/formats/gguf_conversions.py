@@ -61,7 +61,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Conversion:
-    """How the files of an architecture are read.
+    """The way in which the GGUF files of one architecture are read.
 
     model_type: that of config.json.
     names: of tensors on the hub, where these are others than in NAMES. "{}" is the number of an
@@ -378,13 +378,13 @@ def _gemma4(gguf: Gguf, config: Config) -> Config:
 
 
 def _gemma4_experts(gguf: Gguf, config: Config) -> Config:
-    """The same, and experts beside all MLPs."""
+    """Returns the values of Gemma 4's config, with experts beside all MLPs."""
     chosen = config["num_experts_per_tok"]
     return _gemma4(gguf, config) | {"enable_moe_block": True, "top_k_experts": chosen}
 
 
 def _has(name: str) -> Callable[[Gguf, Config], Config]:
-    """Whether q and k are normed, under the family's name for that."""
+    """Whether a file has norms of q and k, under the name that the architecture's family uses."""
     return lambda gguf, config: {name: "blk.0.attn_q_norm.weight" in gguf.tensors}
 
 
@@ -458,7 +458,7 @@ def _deepseek2(gguf: Gguf, config: Config) -> Config:
 
 
 def _glm4_moe(gguf: Gguf, config: Config) -> Config:
-    """The same, and whether q and k are normed."""
+    """Returns the values of GLM 4's config for experts, and whether q and k are normed."""
     return _dots1(gguf, config) | _has("use_qk_norm")(gguf, config)
 
 
@@ -506,7 +506,7 @@ def _gpt2(gguf: Gguf, config: Config) -> Config:
 
 
 def _starcoder(gguf: Gguf, config: Config) -> Config:
-    """The same, and whether all heads share keys and values."""
+    """Returns the values of the config, and whether all heads share keys and values."""
     return _gpt2(gguf, config) | {"multi_query": config["num_key_value_heads"] == 1}
 
 

@@ -19,7 +19,7 @@ _E8M0: Floats = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.floa
 
 @dataclass(frozen=True)
 class Scheme:
-    """How codes become values: known from config and headers, before any tensor is read.
+    """How the codes of a quantised matrix become values; known before any tensor is read.
 
     kind: "int", whose codes are the values, or a key of TABLES.
     bits: of a code, 2 to 8.

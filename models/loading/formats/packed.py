@@ -58,7 +58,8 @@ class Packed(ABC):
         return grouped if rows.step == 1 else grouped.every(rows.step)
 
     def divides(self, columns: int) -> bool:
-        """Whether every so many columns have groups of their own, or all columns are one."""
+        """Whether matrices can be cut after every `columns` columns: their groups end there, or all
+        columns are one group."""
         group = SUPERBLOCK if self.scheme.scale_dtype == "int8" else self.scheme.group
         return self.order is None and (columns % group == 0 or group >= self.shape[1])
 
