@@ -162,7 +162,7 @@ class Draft:
     plan: LoadPlan
 
     def load(self, device: Device, progress: Progress) -> Loaded:
-        """Returns the draft model with its weights read onto the device. progress: as for `load`."""
+        """Returns the draft model with its weights on the device. progress: as for `load`."""
         return Loaded(
             self.model, load_weights(device, self.plan, progress=partial(progress, "weights"))
         )

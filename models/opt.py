@@ -34,7 +34,7 @@ _BEFORE = 2  # rows of the table that belong to no position
 
 
 class OPT(GPT2):
-    """Its matrices are not transposed."""
+    """As GPT-2, but with matrices that are not transposed in the files."""
 
     transposed = False
     prefix = "model."

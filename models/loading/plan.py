@@ -112,8 +112,9 @@ class LoadPlan:
 
     def joined(self, apart: Container[str] = ()) -> LoadPlan:
         """Returns the plan with the expert that all tokens share as the last expert of its layer's
-        stack, or as several experts where it is as wide as these: if none has biases, it is not among those named `apart`, and lies on
-        the GPU as the others do, so that nothing is widened for that."""
+        stack, or as several experts where it is as wide as these: if none has biases, it is not
+        among those named `apart`, and lies on the GPU as the others do, so that nothing is widened
+        for that."""
         found, end = {weight.name: weight for weight in self.weights}, "shared_expert.down_proj"
         for layer in [name.removesuffix(end) for name in found if name.endswith(f".{end}")]:
             names = [name for name in found if name.startswith(f"{layer}shared_expert.")]
