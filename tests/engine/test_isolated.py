@@ -22,9 +22,13 @@ from infer import LLM, CheckpointError, ClosedError, DeviceError, InferError, Un
 from infer.engine.host_memory import CAN_SHARE, HostMemory
 from infer.engine.isolated import WorkerEngine
 from infer.engine.messages import Made, Part
+from infer.engine.prompts import Attachment, Prompt
+from infer.engine.token_engine import Request
 from infer.engine.worker import _tell
 from infer.hub import DEMO
+from infer.kernels.gpu.pack import from_bf16
 from infer.llm import together
+from infer.sampling import SamplingParams
 
 pytestmark = pytest.mark.demo
 
@@ -98,6 +102,22 @@ def test_the_cache_of_one_is_a_file_for_the_other(
     for llm in (here, there):
         with pytest.raises(infer.RequestError, match=r"cannot be read from .*story\.cache"):
             llm.load_cache("story.cache")
+
+
+def test_rows_in_place_of_tokens_are_sent_again(here: LLM, there: LLM) -> None:
+    """To the process that goes on when one has been killed."""
+    ids = here.encode(STORY * 4)
+    weight = here.engine.weights["embed_tokens"]
+    table = here.device.read(weight.buffer, np.uint16).reshape(weight.shape[0], -1)
+    rows = from_bf16(table[:, : weight.shape[1]])[ids[5:15]]
+    request = Request(
+        Prompt(ids, [Attachment(5, rows)]), SamplingParams(max_tokens=30, seed=1).resolved({})
+    )
+    expected = [step.token for step in here.engine.answer(request)]
+    answer = engine(there).answer(request)
+    tokens = [next(answer).token for _ in range(3)]
+    os.kill(engine(there).pid, signal.SIGKILL)
+    assert tokens + [step.token for step in answer] == expected
 
 
 def _said(given: Any) -> Any:
