@@ -33,7 +33,7 @@ from infer.bench.options import Subject
 from infer.bench.report import markdown_table
 from infer.bench.run import open_engine
 from infer.engine.engine import Engine
-from infer.kernels.compiler.compile import lower
+from infer.kernels.compiler.compile import lower, target_of
 from infer.kernels.errors import InferError, RequestError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.plan import Dispatch
@@ -339,15 +339,14 @@ class Sweep:
     def _lower(self, variant: Any) -> Lowering:
         """The model with this variant of the kernel everywhere, or with the rules' for None."""
         engine, steps, caches = self.engine, self.engine.runner.steps, self.engine.runner.caches
-        return lower(
+        target = target_of(
             engine.device,
-            engine.model.forward(engine.weights, caches.ropes, caches.layers),
             StepKind(self.rows, logits=1),
-            steps.step,
-            steps.logits,
             fuse=engine.options.fuse,
             tuning=ForcedTuning(engine.device, self.kernel, variant),
         )
+        output = engine.model.forward(engine.weights, caches.ropes, caches.layers)
+        return lower(target, output, steps.step, steps.logits)
 
     def _variants(self, lowering: Lowering) -> dict[KernelSpec, Any]:
         """The variant of each of the swept kernels."""

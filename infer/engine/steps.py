@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any
 
 from infer.engine.caches import Caches
 from infer.engine.kinds import Kind, Kinds, largest_chunk, logits_bytes
 from infer.engine.options import EngineOptions
-from infer.kernels.compiler.compile import lower
+from infer.kernels.compiler.compile import lower, target_of
 from infer.kernels.errors import OutOfMemoryError, UnsupportedError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import DispatchPlan
@@ -178,10 +177,9 @@ class Steps:
         """The kernels of a kind of step that writes `output` into a buffer. also: what it computes
         besides."""
         changes = self.adapters.by_row if kind.by_row else self.adapters.always
-        own: dict[str, Any] = {"fuse": self._fuse, "changes": changes, "also": also}
-        if kind.given:
-            own["given"] = self.given
-        return lower(self.device, output, kind.shape, self.step, buffer, **own)
+        given = self.given if kind.given else None
+        target = target_of(self.device, kind.shape, fuse=self._fuse, given=given)
+        return lower(target, output, self.step, buffer, changes=changes, also=also)
 
     def compile(self, progress: Callable[[int, int], None] | None = None, *others: Steps) -> None:
         """Compile, in threads, what every generation needs, so that none has to wait for it; but

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infer.kernels.checks.arrays import Array, from_rows, to_rows
-from infer.kernels.compiler.compile import NO_CHANGES, lower
+from infer.kernels.compiler.compile import NO_CHANGES, lower, target_of
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Buffer, Device
 from infer.kernels.gpu.plan import Dispatch, dispatch
@@ -105,17 +105,8 @@ class Forward:
         packed = pack_prompts(chunks, logits_rows)
         self.device.write(step, pack_rows(batch, self.rows) if batch else packed)
         buffer = unwritten(self.device, padded_rows(self._rows(output)), output.width)
-        lowering = lower(
-            self.device,
-            output,
-            self.kind,
-            step,
-            buffer,
-            fuse=self.fuse,
-            tuning=self.tuning,
-            changes=self.changes,
-        )
-        return lowering, buffer
+        target = target_of(self.device, self.kind, fuse=self.fuse, tuning=self.tuning)
+        return lower(target, output, step, buffer, changes=self.changes), buffer
 
     def run(
         self,

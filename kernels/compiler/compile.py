@@ -18,25 +18,32 @@ from infer.kernels.ops.linear import Changes
 NO_CHANGES: Changes = MappingProxyType({})
 
 
-def lower(
+def target_of(
     device: Device,
-    output: Value,
     kind: StepKind,
-    step: Buffer,
-    output_buffer: Buffer,
     *,
     fuse: bool = True,
     tuning: Tuning | None = None,
+    given: GpuTensor | None = None,
+) -> Target:
+    """A kind of step on a device, by the rules that belong to it unless others are given. given: as
+    of Target. fuse=False gives each operation kernels of its own."""
+    rules = InvariantTuning if kind.invariant else Tuning
+    return Target(device, kind, tuning or rules(device), fuse, given)
+
+
+def lower(
+    target: Target,
+    output: Value,
+    step: Buffer,
+    output_buffer: Buffer,
+    *,
     changes: Changes = NO_CHANGES,
     also: Iterable[Value] = (),
-    given: GpuTensor | None = None,
 ) -> Lowering:
-    """The kernels that compute `output` into `output_buffer`, for a kind of step on the device.
-    step: the buffer of its rows. changes: low-rank changes beside weights. also: as of Graph.
-    given: as of Target. fuse=False gives each operation kernels of its own."""
+    """The kernels that compute `output` into `output_buffer` in a step of the target's kind. step:
+    the buffer of its rows. changes: low-rank changes beside weights. also: as of Graph."""
     graph = Graph(output, also)
-    rules = InvariantTuning if kind.invariant else Tuning
-    target = Target(device, kind, tuning or rules(device), fuse, given)
     rewrite(graph, target, changes)
     lowering = Lowering(target, graph.output, step, output_buffer)
     for value in graph.values:

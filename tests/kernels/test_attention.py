@@ -32,7 +32,7 @@ from infer.kernels.checks.attention_check import kv_step, nearest_output
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.inputs import exact_weight, int8_rows
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.compile import lower
+from infer.kernels.compiler.compile import lower, target_of
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, Settings
 from infer.kernels.gpu.record import run
@@ -494,14 +494,8 @@ def test_one_row_in_scattered_pages(
         turned = [ops.rope(part, rope, d) for part in parts[:2]]
         output = ops.attention(*turned, parts[2], layer, scale=0.25)
         buffer = device.upload(np.full(q.shape, np.nan, np.float32))
-        lowering = lower(
-            device,
-            output,
-            StepKind(1),
-            device.upload(packed),
-            buffer,
-            tuning=attention_tuning(device, joined),
-        )
+        target = target_of(device, StepKind(1), tuning=attention_tuning(device, joined))
+        lowering = lower(target, output, device.upload(packed), buffer)
         before = [device.read(part) for part in (layer.keys, layer.values)]
         plan = lowering.place(Arena(device))
         run(device, [*plan.body, *plan.head], 1, position + 1)
@@ -566,7 +560,8 @@ def test_rows_of_several_sequences_in_scattered_pages(
         ]
         output = ops.attention(*inputs, cache.layers[0], scale=0.25)
         buffer = device.upload(np.full(q.shape, np.nan, np.float32))
-        lowering = lower(device, output, StepKind(4), device.upload(packed), buffer, fuse=fuse)
+        target = target_of(device, StepKind(4), fuse=fuse)
+        lowering = lower(target, output, device.upload(packed), buffer)
         plan = lowering.place(Arena(device))
         run(device, [*plan.body, *plan.head], 4, int(positions.max()) + 1)
         y = from_rows(device.read(buffer), 4, q.shape[1])
@@ -606,9 +601,8 @@ def test_latents_of_several_sequences_in_scattered_pages(
         rope = Rope(device.upload(functions.rope_table(frequencies, 300)), 16)
         k, v = ops.rope(k, rope, 16), ops.rmsnorm(v, to_gpu(device, weight), EPS)
         output = ops.attention(q, k, v, layer, scale=1.0)
-        lowering = lower(
-            device, output, StepKind(3), device.upload(packed), device.buffer(4 * 3 * 48)
-        )
+        target = target_of(device, StepKind(3))
+        lowering = lower(target, output, device.upload(packed), device.buffer(4 * 3 * 48))
         plan = lowering.place(Arena(device))
         run(device, [*plan.body, *plan.head], 3, 300)
         written = device.read(layer.keys).reshape(layer.slots, 48)

@@ -15,7 +15,7 @@ from infer.kernels.checks import attention_check, functions
 from infer.kernels.checks.arrays import Array
 from infer.kernels.checks.bench import Bench
 from infer.kernels.checks.reference import nmse
-from infer.kernels.compiler.compile import lower
+from infer.kernels.compiler.compile import lower, target_of
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, DryDevice, Limits, Settings
 from infer.kernels.lowering.graph import Input
@@ -208,7 +208,7 @@ def kernels(software: bool, positions: int, *, rows: int = 512, window: int = 0)
     layer = KVCache(dry, [(2, 64)], positions).layers[0]
     q, k, v = (Input(dry.buffer(4 * rows * width), width) for width in (512, 128, 128))
     output = Attention(q, k, v, layer, 1.0, window)
-    low = lower(dry, output, StepKind(rows), dry.buffer(16), dry.buffer(4 * rows * 512))
+    low = lower(target_of(dry, StepKind(rows)), output, dry.buffer(16), dry.buffer(4 * rows * 512))
     for kernel in low.kernels:
         longest = dict(kernel.spec.params).get("MAX_SPLIT", 0)
         assert isinstance(longest, int)

@@ -13,7 +13,7 @@ from infer.kernels.checks.arrays import Array, to_gpu
 from infer.kernels.checks.forward import Forward
 from infer.kernels.checks.reference import nmse
 from infer.kernels.checks.rope_check import rope_table
-from infer.kernels.compiler.compile import lower
+from infer.kernels.compiler.compile import lower, target_of
 from infer.kernels.compiler.fusion import rewrite
 from infer.kernels.gpu.device import Buffer, Device, DryDevice, Limits, Pipeline, Settings
 from infer.kernels.gpu.native.library import NOTHING
@@ -208,15 +208,8 @@ def kernels_of(
     caches = KVCache(dry, [(KV_HEADS, HEAD_DIM)] * 2, 2000, dtype=kv_dtype).layers
     output = model(dry, caches, normed=normed, turned=turned)
     changes = Everywhere(dry, changed == "by row") if changed else {}
-    lowering = lower(
-        dry,
-        output,
-        StepKind(rows, logits=1),
-        dry.buffer(16),
-        dry.buffer(16),
-        fuse=fuse,
-        changes=changes,
-    )
+    target = target_of(dry, StepKind(rows, logits=1), fuse=fuse)
+    lowering = lower(target, output, dry.buffer(16), dry.buffer(16), changes=changes)
     return Counter(
         kernel.spec.name
         for kernel in lowering.kernels
@@ -309,7 +302,7 @@ def test_attention_takes_apart_what_there_is_of_q_k_and_v(kv_parts: int, v_norme
     values = [ops.rmsnorm(part, norm, EPS) if v_normed else part for part in kv[-1:]]
     output = ops.attention(*turned, *values, *[None] * (2 * (not kv)), cache, scale=0.25)
     step, result = dry.buffer(16), dry.buffer(4 * 64)
-    lowering = lower(dry, output, StepKind(1), step, result)
+    lowering = lower(target_of(dry, StepKind(1)), output, step, result)
     assert [kernel.spec.name for kernel in lowering.kernels] == ["matmul_vec", "attention_decode"]
 
 
@@ -327,7 +320,7 @@ def test_a_norm_behind_a_projection_is_one_kernel(scaled: bool, dtype: str, rows
         total = ops.scale(total, allocate(dry, (1,), "f32"))
     output = total + ops.linear(ops.rmsnorm(total, norms[1], EPS), second)
     step, result = dry.buffer(16), dry.buffer(4 * 8 * 64)
-    lowering = lower(dry, output, StepKind(rows), step, result)
+    lowering = lower(target_of(dry, StepKind(rows)), output, step, result)
     kernels = [kernel.spec.name for kernel in lowering.kernels]
     made = ["quantize"] * (dtype == "q8")
     if rows == 1:
@@ -358,7 +351,7 @@ def test_a_layer_of_mamba_2_is_five_kernels_of_decode(
     y = ops.ssm_scan(xbc, z, dt, allocate(dry, (12,), "f32"), state)
     output = h + ops.linear(ops.rmsnorm(y, norms[1], EPS), allocate(dry, (64, 64), dtype))
     step, result = dry.buffer(16), dry.buffer(4 * 64)
-    lowering = lower(dry, output, StepKind(1), step, result)
+    lowering = lower(target_of(dry, StepKind(1)), output, step, result)
     before = ["quantize"] * (dtype == "q8") + ["matmul_vec"]
     layer = [*made, "matmul_vec", "matmul_vec", "short_conv", "ssm_scan", *made, "matmul_vec"]
     assert [kernel.spec.name for kernel in lowering.kernels] == before + layer
@@ -583,15 +576,8 @@ def test_no_live_activation_is_overwritten(rows: int, fuse: bool) -> None:
         x = ops.input(device.buffer(4 * 128 * 48), 48)
         rng = np.random.default_rng(seed)
         output, changes = random_graph(device, rng, cache, x, size=int(rng.integers(1, 25)))
-        lowering = lower(
-            device,
-            output,
-            StepKind(rows),
-            device.buffer(1024),
-            device.buffer(4 * 128 * 24),
-            fuse=fuse,
-            changes=changes,
-        )
+        target, step = target_of(device, StepKind(rows), fuse=fuse), device.buffer(1024)
+        lowering = lower(target, output, step, device.buffer(4 * 128 * 24), changes=changes)
         lowering.place(Arena(device))
         check_lifetimes(lowering.kernels, device.bound, rows)
 

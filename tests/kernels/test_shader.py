@@ -23,7 +23,7 @@ from infer.engine.steps import Loaded
 from infer.kernels.checks import experts_check, functions
 from infer.kernels.checks.functions import validate
 from infer.kernels.checks.linear_check import ByMatrix, ByRows
-from infer.kernels.compiler.compile import lower
+from infer.kernels.compiler.compile import lower, target_of
 from infer.kernels.errors import ShaderError
 from infer.kernels.gpu.device import Device, DryDevice, Limits
 from infer.kernels.gpu.shader import (
@@ -437,17 +437,15 @@ def model_specs(
             also = tuple(predictor.beside(output, weights, behind, ropes[-1], cache))
         batch = logits is None and rows <= 64
         for drafts in (0, MAX_DRAFT) if batch and any(c.states) else (0,):
-            lowering = lower(
+            target = target_of(
                 dry,
-                output,
                 StepKind(rows, logits, batch=batch, drafts=drafts),
-                dry.buffer(1),
-                dry.buffer(1),
                 fuse=fuse,
                 tuning=ByMatrix(dry) if matrices else ByRows(dry) if batch else None,
-                changes=Everywhere(dry, by_row=True) if changed else {},
-                also=also,
             )
+            changes = Everywhere(dry, by_row=True) if changed else {}
+            buffers = dry.buffer(1), dry.buffer(1)
+            lowering = lower(target, output, *buffers, changes=changes, also=also)
             yield from (kernel.spec for kernel in lowering.kernels)
 
 
