@@ -352,7 +352,7 @@ class Linear(Projection):
                 variant=variant,
             )
             if variant.splits > 1:
-                rest, across = [written[-1], self, *added[stops:]], low.row_grid(self, -(-n // 64))
+                rest, across = [written[-1], self, *added[stops:]], low.row_grid(self, -(-n // 256))
                 _combine(low, rest, across, params, shard, (variant.splits, rows))
 
     def _lower_vec(

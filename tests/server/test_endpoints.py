@@ -763,7 +763,7 @@ def test_options_of_the_server_are_passed_on(
     seen, templates = [], []
     (tmp_path / "own.jinja").write_text("{{ messages }}\n")
 
-    def host(sources: Any, options: ServerOptions, *rest: Any) -> None:
+    def host(sources: Any, options: ServerOptions, *rest: Any, memory: Any) -> None:
         seen.append(options)
         templates.append(sources[0]._options["chat_template"])
         raise DeviceError("seen enough")
