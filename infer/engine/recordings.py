@@ -38,10 +38,7 @@ class Recordings:
         """How many recordings there are."""
         return len(self._made)
 
-    def forget(self) -> None:
-        """Do nothing: recordings do not depend on what the GPU has of sequences."""
-
-    def drop(self) -> None:
+    def clear(self) -> None:
         """Forget all recordings. Each is made anew when it is next needed."""
         self._made.clear()
 

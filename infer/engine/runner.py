@@ -88,7 +88,7 @@ class Runner:
         self.resident = Resident(self.steps, self.sampler, self.config.rope, options.max_batch)
         self.recordings = Recordings(self.steps, self.sampler)
         self.submissions = Submissions(self.steps, self.sampler, options)
-        self.holders: list[Holder] = [self.resident, self.recordings]
+        self.holders: list[Holder] = [self.resident]
         self.room = self.caches.n_pages
 
     def _speculation(self, by_model: bool, goes_on: bool) -> Speculation:
@@ -223,6 +223,7 @@ class Runner:
         n_pages, windows = map(_grown, self.room, least, most)
         for holder in self.holders:
             holder.drop()
+        self.recordings.clear()
         try:
             self.steps.grow(n_pages, self.resident.table_length, windows)
             self.drafter.grow(n_pages)
