@@ -1,0 +1,18 @@
+"""Images: from files and bytes to pixels, and from these to what the encoder of a model takes."""
+
+from infer.images.opening import MAX_BYTES, MAX_PIXELS, open_data_url, open_image
+from infer.images.processor import ImageLayout, ImageProcessor, ProcessedImage
+from infer.images.processors import PROCESSORS, open_processor, read_processor
+
+__all__ = [
+    "MAX_BYTES",
+    "MAX_PIXELS",
+    "PROCESSORS",
+    "ImageLayout",
+    "ImageProcessor",
+    "ProcessedImage",
+    "open_data_url",
+    "open_image",
+    "open_processor",
+    "read_processor",
+]
