@@ -167,19 +167,18 @@ def _data_of_url(url: str, max_bytes: int) -> bytes:
             "A data: URL of an image has no comma before its data. Write data:image/png;base64, "
             "and then the file in base64."
         )
+    data = unquote_to_bytes(body)
     if head.lower().replace(" ", "").endswith(";base64"):
-        _check_bytes(len(body) // 4 * 3, max_bytes)
         # As browsers do: without white space, and padding may be missing.
-        body = re.sub(r"\s+", "", unquote_to_bytes(body).decode("latin-1")).rstrip("=")
+        data = re.sub(rb"\s+", b"", data).rstrip(b"=")
+        _check_bytes(len(data) * 3 // 4, max_bytes)
         try:
-            return base64.b64decode(body + "=" * (-len(body) % 4), validate=True)
+            return base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
         except ValueError as error:
             raise RequestError(
                 f"A data: URL of an image is not in base64 ({error}). Encode the bytes of the file "
                 "in base64."
             ) from None
-    _check_bytes(len(body) // 3, max_bytes)
-    data = unquote_to_bytes(body)
     _check_bytes(len(data), max_bytes)
     return data
 

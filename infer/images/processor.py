@@ -3,8 +3,9 @@
 Each family of models is a subclass of `ImageProcessor`, in a file of its own, which does what the
 processor of transformers does that preprocessor_config.json names, with Pillow: the numbers of its
 Pillow backend bit for bit. The torchvision backend, which transformers takes where torchvision is
-installed, resizes by other kernels: single values differ by 1 of 255, and it subtracts the mean and
-divides in one step, which rounds the last bit otherwise.
+installed, resizes by other kernels: fewer than one value in a hundred differs, by 1 or 2 of 255
+(bicubic; Lanczos up to 3 in a hundred). It also subtracts the mean and divides in one step, which
+rounds the last bit otherwise.
 """
 
 from __future__ import annotations
