@@ -2,9 +2,10 @@
 
     python scripts/make_image_references.py
 
-Needs torch, transformers and Pillow (`pip install infer-wgpu[reference,images]`), and torchvision
-for LFM2-VL and Gemma 4's unified model, whose processors have no other backend. All resize by
-Pillow here: in torchvision's kernels, which those two would take, single values differ by 1 or 2.
+Needs torch and transformers (`pip install infer-wgpu[reference]`), Pillow before 13, which scales
+the width before the height, as infer and torchvision do, and torchvision for LFM2-VL and Gemma 4's
+unified model, whose processors have no other backend. All resize by Pillow here: in torchvision's
+kernels, which those two would take, single values differ by 1 or 2 of 255.
 
 pictures.npz holds pictures by name, uint8 [height, width, 3]. NAME.npz is of a case of CASES:
 
@@ -24,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import PIL
 import torch
 from numpy.typing import NDArray
 from PIL import Image
@@ -373,7 +375,8 @@ def processed(
     if model_type == "mistral3":
         options["patch_size"] = processor.patch_size * processor.spatial_merge_size
     nests = model_type in ("idefics3", "smolvlm", "llava_onevision")
-    nested = [[image] * config["count"]] if nests else [image]
+    given = Image.fromarray(image)  # of arrays, 3 or 4 rows would be taken for colours
+    nested = [[given] * config["count"]] if nests else [given]
     inputs = images(nested, **options)
     if model_type == "lfm2_vl":
         options["use_image_special_tokens"] = True
@@ -409,6 +412,8 @@ def image_token(config: Case) -> str:
 
 
 if __name__ == "__main__":
+    if int(PIL.__version__.split(".")[0]) > 12:
+        raise SystemExit("Pillow 13 may scale the height first. Take pillow<13.")
     functional.resize = resize_by_pillow
     ProcessorMixin.__init__ = bare
     DATA.mkdir(parents=True, exist_ok=True)

@@ -47,14 +47,14 @@ class Gemma3(ImageProcessor):
         return cls(
             resampling=Resampling.read(raw, BILINEAR, HALF, HALF),
             side=square(raw, "size", 224),
-            patch=config.model.section("vision_config").size("patch_size", 14),
+            patch=config.model.section("vision_config").size("patch_size", 16),
             tokens=config.prompts.size("image_seq_length", tokens),
             image_token=config.token("image_token", "<image_soft_token>"),
             marker=config.token("boi_token", "<start_of_image>"),
             end=config.token("eoi_token", "<end_of_image>"),
         )
 
-    def layout(self, height: int, width: int) -> ImageLayout:
+    def cut(self, height: int, width: int) -> ImageLayout:
         rows = self.side // self.patch
         return ImageLayout(
             size=(height, width),
@@ -104,7 +104,7 @@ class Gemma4(ImageProcessor):
             end=config.token("eoi_token", "<image|>"),
         )
 
-    def layout(self, height: int, width: int) -> ImageLayout:
+    def cut(self, height: int, width: int) -> ImageLayout:
         rows, columns = self._tokens(height, width)
         parts = 1 if self.merged else self.pool
         side = self.patch * self.pool

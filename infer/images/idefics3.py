@@ -42,7 +42,7 @@ class Idefics3(ImageProcessor):
     def read(cls, config: ProcessorConfig) -> Idefics3:
         raw, vision = config.images, config.model.section("vision_config")
         side = raw.section("max_image_size").size("longest_edge", 364)
-        patch = vision.size("patch_size", 14 if "max_image_size" not in raw.values else 32)
+        patch = vision.size("patch_size", 32)
         scale = config.model.size("scale_factor", 2)
         token = config.token("image_token", "<image>")
         return cls(
@@ -58,7 +58,7 @@ class Idefics3(ImageProcessor):
             whole=config.token("global_image_token", "<global-img>"),
         )
 
-    def layout(self, height: int, width: int) -> ImageLayout:
+    def cut(self, height: int, width: int) -> ImageLayout:
         rows, columns = self._tiles(*self._scaled(height, width)) if self.splits else (0, 0)
         pictures = rows * columns + 1
         grid = self.side // self.patch

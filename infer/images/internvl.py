@@ -58,7 +58,7 @@ class InternVL(ImageProcessor):
             end=config.token("end_image_token", "</img>"),
         )
 
-    def layout(self, height: int, width: int) -> ImageLayout:
+    def cut(self, height: int, width: int) -> ImageLayout:
         size, grid = (self.side, self.side), self.side // self.patch
         rows, columns = best_tiles(height, width, size, self.least_tiles, self.most_tiles)
         if rows == columns == 1:

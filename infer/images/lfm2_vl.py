@@ -17,7 +17,6 @@ from infer.images.processor import (
     ProcessorConfig,
     Resampling,
     Size,
-    check_aspect,
     patches,
     tiles,
 )
@@ -80,7 +79,7 @@ class Lfm2VL(ImageProcessor):
             )
         return made
 
-    def layout(self, height: int, width: int) -> ImageLayout:
+    def cut(self, height: int, width: int) -> ImageLayout:
         resized = self._resized(height, width)
         side = self.patch * self.merge
         rows, columns = self._tiles(height, width)
@@ -109,7 +108,6 @@ class Lfm2VL(ImageProcessor):
 
     def _resized(self, height: int, width: int) -> Size:
         """The nearest multiples of a token's side, with the number of tokens within bounds."""
-        check_aspect(height, width)  # transformers exceeds the bounds for narrower ones
         side = self.patch * self.merge
         least, most = self.least_tokens * side * side, self.most_tokens * side * side
         rows, columns = max(1, round(height / side)), max(1, round(width / side))

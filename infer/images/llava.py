@@ -17,7 +17,6 @@ from infer.images.processor import (
     ProcessorConfig,
     Resampling,
     Size,
-    check_aspect,
     square,
     tiles,
 )
@@ -60,8 +59,7 @@ class Llava(ImageProcessor):
             marker=token,
         )
 
-    def layout(self, height: int, width: int) -> ImageLayout:
-        check_aspect(height, width)
+    def cut(self, height: int, width: int) -> ImageLayout:
         rows = self.side // self.patch
         tokens = rows * rows + self.more
         return ImageLayout(
@@ -104,7 +102,7 @@ class Tiled(ImageProcessor):
         """Rows of the text model's input, of an image with so many lines and columns of patches
         within the margins."""
 
-    def layout(self, height: int, width: int) -> ImageLayout:
+    def cut(self, height: int, width: int) -> ImageLayout:
         shape = best_shape(height, width, self.shapes)
         rows, columns = (shape[0] // self.side, shape[1] // self.side) if self.splits else (0, 0)
         grid = self.grid
@@ -128,8 +126,8 @@ class Tiled(ImageProcessor):
             fitted = min(math.ceil(height * across), canvas[0]), canvas[1]
         else:
             fitted = canvas[0], min(math.ceil(width * down), canvas[1])
-        cut = tiles(padded(resize(image, fitted), canvas, (0, 0, 0)), size)
-        return self.resampling.pictures([resize(image, size), *cut])
+        parts = tiles(padded(resize(image, fitted), canvas, (0, 0, 0)), size)
+        return self.resampling.pictures([resize(image, size), *parts])
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,7 +49,7 @@ class Pixtral(ImageProcessor):
             end=config.token("image_end_token", "[IMG_END]"),
         )
 
-    def layout(self, height: int, width: int) -> ImageLayout:
+    def cut(self, height: int, width: int) -> ImageLayout:
         side, size = self.patch * self.merge, (height, width)
         scale = max(height / self.longest, width / self.longest)
         if scale > 1:

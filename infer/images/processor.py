@@ -1,11 +1,12 @@
 """What preprocessing is, whatever the model: from the pixels of an image to what its encoder takes.
 
 Each family of models is a subclass of `ImageProcessor`, in a file of its own, which does what the
-processor of transformers does that preprocessor_config.json names, with Pillow: the numbers of its
-Pillow backend bit for bit. The torchvision backend, which transformers takes where torchvision is
-installed, resizes by other kernels: fewer than one value in a hundred differs, by 1 or 2 of 255
-(bicubic; Lanczos up to 3 in a hundred). It also subtracts the mean and divides in one step, which
-rounds the last bit otherwise.
+processor of transformers does that preprocessor_config.json names: the numbers of its Pillow
+backend with a Pillow before 13, bit for bit. Since 13 Pillow may scale the height before the width,
+which changes values by as much as 25 of 255 in noise; here the width comes first whatever Pillow
+there is, as in torchvision. transformers' torchvision backend, which it takes where torchvision is
+installed, differs by 1 or 2 of 255 in one value of a hundred (Lanczos: of thirty). It subtracts the
+mean and divides in one step, too, which rounds the last bit otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ CLIP_MEAN: Means = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Means = (0.26862954, 0.26130258, 0.27577711)
 HALF: Means = (0.5, 0.5, 0.5)
 
-_MOST_ASPECT = 200  # as transformers has it for Qwen's models
+_MOST_ASPECT = 200  # as transformers has it for Qwen's models; others would scale up without end
 
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # as Pillow numbers its filters
 
@@ -103,10 +104,19 @@ class ImageProcessor(ABC):
         """The processor that the files of a model describe. Raises UnsupportedError for values that
         are not implemented."""
 
-    @abstractmethod
     def layout(self, height: int, width: int) -> ImageLayout:
-        """Returns how an image of so many pixels is cut. Raises RequestError for a shape that the
-        model cannot take."""
+        """Returns how an image of so many pixels is cut. Raises RequestError where one side is more
+        than 200 times the other."""
+        if max(height, width) > _MOST_ASPECT * min(height, width):
+            raise RequestError(
+                f"An image of {width:,} x {height:,} pixels is too narrow: sides of 1 to "
+                f"{_MOST_ASPECT} at most are taken. Cut it into parts."
+            )
+        return self.cut(height, width)
+
+    @abstractmethod
+    def cut(self, height: int, width: int) -> ImageLayout:
+        """Returns how an image of so many pixels is cut, which is not too narrow."""
 
     @abstractmethod
     def pixels(self, image: RGB, layout: ImageLayout) -> Floats:
@@ -117,8 +127,8 @@ class ImageProcessor(ABC):
         return self
 
     def __call__(self, image: RGB) -> ProcessedImage:
-        """An image, uint8 [height, width, 3], as the encoder takes it. Raises RequestError for a
-        shape that the model cannot take."""
+        """An image, uint8 [height, width, 3], as the encoder takes it. Raises RequestError as
+        `layout` does."""
         height, width, _ = image.shape
         layout = self.layout(height, width)
         return ProcessedImage(self.pixels(image, layout), layout)
@@ -166,6 +176,8 @@ class Resampling:
             return image
         module, (height, width) = pillow(), size
         made = module.fromarray(np.ascontiguousarray(image))
+        # The width first, by itself: in one call the order is Pillow's choice.
+        made = made.resize((width, image.shape[0]), resample=self.filter)
         return np.asarray(made.resize((width, height), resample=self.filter))
 
     def numbers(self, pixels: RGB) -> Floats:
@@ -178,15 +190,6 @@ class Resampling:
     def pictures(self, pictures: list[RGB]) -> Floats:
         """Pictures of one size as [pictures, 3, height, width]."""
         return np.ascontiguousarray(self.numbers(np.stack(pictures)).transpose(0, 3, 1, 2))
-
-
-def check_aspect(height: int, width: int) -> None:
-    """Raises RequestError for an image whose longer side is more than 200 times the other."""
-    if max(height, width) > _MOST_ASPECT * min(height, width):
-        raise RequestError(
-            f"An image of {width:,} x {height:,} pixels is too narrow: the model takes sides of 1 "
-            f"to {_MOST_ASPECT} at most. Cut it into parts."
-        )
 
 
 def patches(image: NDArray[Any], patch: int) -> NDArray[Any]:

@@ -15,7 +15,6 @@ from infer.images.processor import (
     ProcessorConfig,
     Resampling,
     Size,
-    check_aspect,
 )
 from infer.kernels.errors import UnsupportedError
 
@@ -60,7 +59,7 @@ class QwenVL(ImageProcessor):
             marker=token,
         )
 
-    def layout(self, height: int, width: int) -> ImageLayout:
+    def cut(self, height: int, width: int) -> ImageLayout:
         resized = self._resized(height, width)
         grid = resized[0] // self.patch, resized[1] // self.patch
         tokens = grid[0] * grid[1] // self.merge**2
@@ -75,7 +74,6 @@ class QwenVL(ImageProcessor):
 
     def _resized(self, height: int, width: int) -> Size:
         """The nearest multiples of a token's side, with the area within bounds (smart_resize)."""
-        check_aspect(height, width)
         side = self.patch * self.merge
         rows, columns = round(height / side), round(width / side)
         if rows * columns * side * side > self.most_area:

@@ -18,8 +18,8 @@ import pytest
 
 ROOT = places.ROOT
 HEAVY = {"numpy", "wgpu", "tokenizers", "huggingface_hub", "jinja2", "safetensors", "cffi"}
-# Packages of the extras `structured`, `images` and `chat`, and pydantic, which a program may have: the
-# modules that import each.
+# Packages of the extras `images`, `structured` and `chat`, and pydantic, which a program may have:
+# the modules that import each.
 EXTRA = {
     "PIL": ("infer.images.opening",),
     "llguidance": ("infer.engine.constraint",),
