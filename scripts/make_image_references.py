@@ -149,6 +149,7 @@ CASES: dict[str, Case] = {
     ),
     "lfm2_vl": case(
         "lfm2_vl",
+        do_resize=False,  # as in published files
         encoder_patch_size=4,
         tile_size=32,
         min_image_tokens=4,

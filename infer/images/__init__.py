@@ -1,6 +1,6 @@
 """Images: from files and bytes to pixels, and from these to what the encoder of a model takes."""
 
-from infer.images.opening import MAX_BYTES, MAX_PIXELS, open_data_url, open_image
+from infer.images.opening import MAX_BYTES, MAX_PIXELS, ImageSource, open_data_url, open_image
 from infer.images.processor import ImageLayout, ImageProcessor, ProcessedImage
 from infer.images.processors import PROCESSORS, open_processor, read_processor
 
@@ -10,6 +10,7 @@ __all__ = [
     "PROCESSORS",
     "ImageLayout",
     "ImageProcessor",
+    "ImageSource",
     "ProcessedImage",
     "open_data_url",
     "open_image",

@@ -43,12 +43,12 @@ class Gemma3(ImageProcessor):
     def read(cls, config: ProcessorConfig) -> Gemma3:
         raw = config.images
         raw.expect("do_pan_and_scan", False)
-        tokens = config.model.size("mm_tokens_per_image", 256)
+        tokens = config.prompts.size("image_seq_length", 256)
         return cls(
             resampling=Resampling.read(raw, BILINEAR, HALF, HALF),
             side=square(raw, "size", 224),
             patch=config.model.section("vision_config").size("patch_size", 16),
-            tokens=config.prompts.size("image_seq_length", tokens),
+            tokens=config.model.size("mm_tokens_per_image", tokens),
             image_token=config.token("image_token", "<image_soft_token>"),
             marker=config.token("boi_token", "<start_of_image>"),
             end=config.token("eoi_token", "<end_of_image>"),

@@ -15,6 +15,7 @@ from infer.images.processor import (
     ProcessorConfig,
     Resampling,
     Size,
+    longest_edge,
     tiles,
 )
 
@@ -41,13 +42,13 @@ class Idefics3(ImageProcessor):
     @classmethod
     def read(cls, config: ProcessorConfig) -> Idefics3:
         raw, vision = config.images, config.model.section("vision_config")
-        side = raw.section("max_image_size").size("longest_edge", 364)
+        side = longest_edge(raw, "max_image_size", 364)
         patch = vision.size("patch_size", 32)
         scale = config.model.size("scale_factor", 2)
         token = config.token("image_token", "<image>")
         return cls(
             resampling=Resampling.read(raw, LANCZOS, HALF, HALF),
-            longest=raw.section("size").size("longest_edge", 4 * 364),
+            longest=longest_edge(raw, "size", 4 * 364),
             side=side,
             splits=raw.get("do_image_splitting", True, bool),
             patch=patch,

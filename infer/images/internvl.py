@@ -40,6 +40,7 @@ class InternVL(ImageProcessor):
         raw, model = config.images, config.model
         token = config.token("context_image_token", "<IMG_CONTEXT>")
         least, most = raw.size("min_patches", 1), raw.size("max_patches", 12)
+        seen = config.prompts.size("image_seq_length", 256)
         if least > most:
             raise UnsupportedError(f"{raw.place}: min_patches {least} is above max_patches {most}.")
         return cls(
@@ -49,9 +50,7 @@ class InternVL(ImageProcessor):
             least_tiles=least,
             # transformers' InternVLProcessor cuts whatever preprocessor_config.json says of it.
             most_tiles=most,
-            tile_tokens=config.prompts.size(
-                "image_seq_length", model.size("image_seq_length", 256)
-            ),
+            tile_tokens=model.size("image_seq_length", seen),
             image_token=token,
             marker=token,
             begin=config.token("start_image_token", "<img>"),

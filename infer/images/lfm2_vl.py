@@ -55,7 +55,8 @@ class Lfm2VL(ImageProcessor):
         splits = raw.get("do_image_splitting", True, bool)
         token = config.token("image_token", "<image>")
         made = cls(
-            resampling=Resampling.read(raw, BILINEAR, HALF, HALF),
+            # Published files say do_resize false, and transformers resizes all the same.
+            resampling=Resampling.read(raw.with_values(do_resize=True), BILINEAR, HALF, HALF),
             patch=raw.size("encoder_patch_size", 16),
             merge=raw.size("downsample_factor", 2),
             tile=raw.size("tile_size", 512),

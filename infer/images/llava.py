@@ -303,8 +303,8 @@ def _shapes(raw: RawConfig, default: tuple[Size, ...], side: int) -> tuple[Size,
 
 
 def _patch(config: ProcessorConfig) -> int:
-    patch = square(config.model.section("vision_config"), "patch_size", 14)
-    return config.prompts.size("patch_size", patch)
+    patch = config.prompts.size("patch_size", 14)
+    return square(config.model.section("vision_config"), "patch_size", patch)
 
 
 def _strategy(config: ProcessorConfig, default: str) -> str:

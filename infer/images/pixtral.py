@@ -12,6 +12,7 @@ from infer.images.processor import (
     ImageProcessor,
     ProcessorConfig,
     Resampling,
+    longest_edge,
     square,
 )
 
@@ -36,13 +37,15 @@ class Pixtral(ImageProcessor):
     def read(cls, config: ProcessorConfig) -> Pixtral:
         raw, model = config.images, config.model
         raw.expect("do_center_crop", False)
-        patch = model.section("vision_config").size("patch_size", square(raw, "patch_size", 16))
+        patch = config.prompts.size("patch_size", square(raw, "patch_size", 16))
+        merge = config.prompts.size("spatial_merge_size", 2)
         token = config.token("image_token", "[IMG]")
         return cls(
             resampling=Resampling.read(raw),
-            longest=raw.section("size").size("longest_edge", 1024),
-            patch=config.prompts.size("patch_size", patch),
-            merge=config.prompts.size("spatial_merge_size", model.size("spatial_merge_size", 2)),
+            longest=longest_edge(raw, "size", 1024),
+            # What the encoder has goes before what the other files say of it.
+            patch=model.section("vision_config").size("patch_size", patch),
+            merge=model.size("spatial_merge_size", merge),
             image_token=token,
             marker=token,
             row_end=config.token("image_break_token", "[IMG_BREAK]"),

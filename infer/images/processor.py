@@ -210,6 +210,12 @@ def tiles(image: RGB, size: Size) -> list[RGB]:
     ]
 
 
+def longest_edge(raw: RawConfig, key: str, default: int) -> int:
+    """The longest edge of the size under a key, which may not be said otherwise."""
+    size = raw.section(key)
+    return size.size("longest_edge") if size.values else default
+
+
 def square(raw: RawConfig, key: str, default: int) -> int:
     """The side of a square: a number, a list of two, or an object of height and width."""
     value = raw.values.get(key)

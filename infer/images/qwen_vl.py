@@ -40,8 +40,10 @@ class QwenVL(ImageProcessor):
     def read(cls, config: ProcessorConfig) -> QwenVL:
         raw = config.images
         size = raw.section("size")
-        least = size.size("shortest_edge", size.size("min_pixels", 56 * 56))
-        most = size.size("longest_edge", size.size("max_pixels", 28 * 28 * 1280))
+        least, most = 56 * 56, 28 * 28 * 1280
+        if size.values:
+            least = size.size("shortest_edge" if "shortest_edge" in size.values else "min_pixels")
+            most = size.size("longest_edge" if "longest_edge" in size.values else "max_pixels")
         least, most = raw.size("min_pixels", least), raw.size("max_pixels", most)
         if least > most:
             raise UnsupportedError(
