@@ -1,4 +1,4 @@
-"""Make tests/data/images: what transformers' processors make of images.
+"""Makes tests/data/images: what transformers' processors make of images.
 
     python scripts/make_image_references.py
 

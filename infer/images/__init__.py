@@ -1,4 +1,4 @@
-"""Images: from files and bytes to pixels, and from these to what the encoder of a model takes."""
+"""Images: files and bytes become pixels, and pixels become what the encoder of a model takes."""
 
 from infer.images.opening import MAX_BYTES, MAX_PIXELS, ImageSource, open_data_url, open_image
 from infer.images.processor import ImageLayout, ImageProcessor, ProcessedImage

@@ -1,4 +1,4 @@
-"""Gemma 3 and Gemma 4."""
+"""Prepares images for Gemma 3 and Gemma 4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Idefics3 and SmolVLM."""
+"""Prepares images for Idefics3 and SmolVLM."""
 
 from __future__ import annotations
 

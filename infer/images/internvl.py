@@ -1,4 +1,4 @@
-"""InternVL3."""
+"""Prepares images for InternVL3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LFM2-VL and LFM2.5-VL."""
+"""Prepares images for LFM2-VL and LFM2.5-VL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLaVA 1.5, LLaVA 1.6 (LLaVA-NeXT) and LLaVA-OneVision."""
+"""Prepares images for LLaVA 1.5, LLaVA 1.6 (LLaVA-NeXT) and LLaVA-OneVision."""
 
 from __future__ import annotations
 

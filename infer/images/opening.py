@@ -1,4 +1,4 @@
-"""Opening images: whatever a user has of one, as RGB pixels.
+"""Opens images: turns a file, bytes, a data: URL or an array into RGB pixels.
 
 A file is what its content says, whatever its name or a data: URL calls it. Its size in bytes and in
 pixels is checked before anything is decoded. Nothing is fetched from a network.

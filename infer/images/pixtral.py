@@ -1,4 +1,4 @@
-"""Pixtral's encoder, which Mistral Small 3 and 4 and Ministral 3 have."""
+"""Prepares images for Pixtral's encoder, which Mistral Small 3 and 4 and Ministral 3 have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What preprocessing is, whatever the model: from the pixels of an image to what its encoder takes.
+"""The base of all image processors, which turn the pixels of an image into what an encoder takes.
 
 Each family of models is a subclass of `ImageProcessor`, in a file of its own, which does what the
 processor of transformers does that preprocessor_config.json names: the numbers of its Pillow

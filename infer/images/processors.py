@@ -1,4 +1,4 @@
-"""Which processor a model has, and the files that say how it works."""
+"""Finds the image processor of a model, and reads the files that configure it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Into how many tiles an image is cut."""
+"""Chooses into how many tiles an image is cut."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from places import DATA
 
 from infer.images import PROCESSORS, ImageProcessor, open_processor, read_processor
 from infer.images.processor import ProcessorConfig
@@ -19,9 +20,9 @@ from infer.models.loading.config import RawConfig
 
 pytest.importorskip("PIL")
 
-DATA = Path(__file__).parent / "data" / "images"
-CASES = sorted(path.stem for path in DATA.glob("*.npz") if path.stem != "pictures")
-PUBLISHED: dict[str, Any] = json.loads((DATA / "sizes.json").read_text(encoding="utf-8"))
+IMAGES = DATA / "images"
+CASES = sorted(path.stem for path in IMAGES.glob("*.npz") if path.stem != "pictures")
+PUBLISHED: dict[str, Any] = json.loads((IMAGES / "sizes.json").read_text(encoding="utf-8"))
 
 
 def config(case: dict[str, Any]) -> ProcessorConfig:
@@ -34,13 +35,13 @@ def processor(case: dict[str, Any]) -> ImageProcessor:
 
 
 def load(name: str) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
-    with np.load(DATA / f"{name}.npz") as file:
+    with np.load(IMAGES / f"{name}.npz") as file:
         return json.loads(str(file["case"])), {key: file[key] for key in file if key != "case"}
 
 
 @pytest.fixture(scope="module")
 def pictures() -> dict[str, NDArray[np.uint8]]:
-    with np.load(DATA / "pictures.npz") as file:
+    with np.load(IMAGES / "pictures.npz") as file:
         return dict(file)
 
 
