@@ -38,7 +38,8 @@ LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # as Pillow numbers its filters
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """How an image is cut and what it takes of a prompt; it follows from its size alone.
+    """The layout of an image: how it is cut, and what it takes of a prompt. The image's size alone
+    decides it.
 
     size: of the image, (height, width)
     resized: the whole of it as the encoder sees it, which may be the thumbnail beside tiles
@@ -87,7 +88,7 @@ class ProcessorConfig:
 
 
 class ImageProcessor(ABC):
-    """What turns images into what the encoder of one model takes.
+    """Turns images into what the encoder of one model takes.
 
     kinds: names of transformers' classes that compute the same
     marker: what a chat template writes for an image, in place of which `ImageLayout.prompt` comes
@@ -101,12 +102,12 @@ class ImageProcessor(ABC):
     @classmethod
     @abstractmethod
     def read(cls, config: ProcessorConfig) -> ImageProcessor:
-        """The processor that the files of a model describe. Raises UnsupportedError for values that
-        are not implemented."""
+        """Returns the processor that the files of a model describe. Raises UnsupportedError for
+        values that are not implemented."""
 
     def layout(self, height: int, width: int) -> ImageLayout:
-        """Returns how an image of so many pixels is cut. Raises RequestError where one side is more
-        than 200 times the other."""
+        """Returns the layout of an image of this height and width. Raises RequestError if one side
+        is more than 200 times the other."""
         if max(height, width) > _MOST_ASPECT * min(height, width):
             raise RequestError(
                 f"An image of {width:,} x {height:,} pixels is too narrow: sides of 1 to "
@@ -116,19 +117,19 @@ class ImageProcessor(ABC):
 
     @abstractmethod
     def cut(self, height: int, width: int) -> ImageLayout:
-        """Returns how an image of so many pixels is cut, which is not too narrow."""
+        """Returns the layout of an image of this height and width, which is not too narrow."""
 
     @abstractmethod
     def pixels(self, image: RGB, layout: ImageLayout) -> Floats:
         """Returns the pixels of an image, uint8 [height, width, 3], of this layout."""
 
     def among(self, count: int) -> ImageProcessor:
-        """The processor for the images of a prompt that has so many."""
+        """Returns the processor for each image of a prompt that has this many."""
         return self
 
     def __call__(self, image: RGB) -> ProcessedImage:
-        """An image, uint8 [height, width, 3], as the encoder takes it. Raises RequestError as
-        `layout` does."""
+        """Returns an image, uint8 [height, width, 3], as the encoder takes it. Raises RequestError if
+        one side is more than 200 times the other."""
         height, width, _ = image.shape
         layout = self.layout(height, width)
         return ProcessedImage(self.pixels(image, layout), layout)

@@ -35,7 +35,7 @@ _TOKENIZER = "tokenizer_config.json"
 
 
 def open_processor(folder: Path) -> ImageProcessor:
-    """The processor of images of the model in a folder. Raises ModelError where its files are
+    """Returns the image processor of the model in a folder. Raises ModelError where its files are
     missing, damaged, or say what is not implemented."""
     model = RawConfig.open(folder)
     prompts = _optional(folder, _PROCESSOR)
@@ -48,7 +48,7 @@ def open_processor(folder: Path) -> ImageProcessor:
 
 
 def read_processor(config: ProcessorConfig) -> ImageProcessor:
-    """The processor that these files describe. Raises UnsupportedError for a model, or values, that
+    """Returns the processor that these files describe. Raises UnsupportedError for a model, or values, that
     are not implemented."""
     model_type = config.model.get("model_type", "", str)
     if model_type not in PROCESSORS:
