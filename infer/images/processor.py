@@ -128,8 +128,8 @@ class ImageProcessor(ABC):
         return self
 
     def __call__(self, image: RGB) -> ProcessedImage:
-        """Returns an image, uint8 [height, width, 3], as the encoder takes it. Raises RequestError if
-        one side is more than 200 times the other."""
+        """Returns an image, uint8 [height, width, 3], as the encoder takes it. Raises RequestError
+        if one side is more than 200 times the other."""
         height, width, _ = image.shape
         layout = self.layout(height, width)
         return ProcessedImage(self.pixels(image, layout), layout)

@@ -48,8 +48,8 @@ def open_processor(folder: Path) -> ImageProcessor:
 
 
 def read_processor(config: ProcessorConfig) -> ImageProcessor:
-    """Returns the processor that these files describe. Raises UnsupportedError for a model, or values, that
-    are not implemented."""
+    """Returns the processor that these files describe. Raises UnsupportedError for a model, or
+    values, that are not implemented."""
     model_type = config.model.get("model_type", "", str)
     if model_type not in PROCESSORS:
         raise UnsupportedError(
