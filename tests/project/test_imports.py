@@ -18,9 +18,10 @@ import pytest
 
 ROOT = places.ROOT
 HEAVY = {"numpy", "wgpu", "tokenizers", "huggingface_hub", "jinja2", "safetensors", "cffi"}
-# Packages of the extras `structured` and `chat`, and pydantic, which a program may have: the
-# modules that import each.
+# Packages of the extras `images`, `structured` and `chat`, and pydantic, which a program may have:
+# the modules that import each.
 EXTRA = {
+    "PIL": ("infer.images.opening",),
     "llguidance": ("infer.engine.constraint",),
     "prompt_toolkit": ("infer.cli.lines",),
     "pydantic": ("infer.text.functions", "infer.typed"),
