@@ -192,7 +192,7 @@ def build_model(raw: RawConfig) -> Decoder:
         known = [*ARCHITECTURES, *MULTIMODAL]
         raise UnsupportedError(
             f"{raw.place}: the architecture {shown(model_type)} is not implemented."
-            f"{nearest(model_type, known)} The README lists all {len(known)} that are."
+            f"{nearest(model_type, known)} docs/models.md lists all {len(known)} that are."
         )
     cls = getattr(import_module(f"infer.models.{model_type}"), architecture.cls)
     model: Decoder = cls(cls.read_config(raw))

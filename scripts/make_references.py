@@ -112,9 +112,9 @@ PUBLISHED = "config.published.json"
 PROMPT_TOKENS = 45
 GREEDY_STEPS = 32
 LONG_TOKENS = 1200
-# Around the ends of chunks (512, and 128 where all rows have logits) and of pages (256).
+# Around the ends of chunks (512, and 128 where all rows have logits) and of every fourth page.
 LONG_ROWS = [0, 127, 128, 255, 256, 257, 511, 512, 513, 767, 768, 1023, 1024, 1199]
-# The longest comes to another page (of 64) while it is answered, at BATCH_ROWS[2].
+# The longest comes to another page, of 64 positions, while it is answered, at BATCH_ROWS[2].
 BATCH_PROMPTS = [1, 5, 18, 45, 96, 250]
 BATCH_STEPS = 12
 BATCH_ROWS = [0, 1, 7, 11]

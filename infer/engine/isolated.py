@@ -233,6 +233,7 @@ class WorkerEngine(TokenEngine):
         self._closing = False
         self._error: InferError | None = None  # why nothing can be generated any more
         self._deaths = deque[float](maxlen=DEATHS)
+        self._failed_loads = 0  # in a row
         self._stats: EngineStats | None = None  # with the counts of processes that have ended
         self._ended: EngineStats | None = None  # the last of the process before
         self._pid = os.getpid()
@@ -323,6 +324,7 @@ class WorkerEngine(TokenEngine):
         """ran: whether it had loaded the model."""
         now = time.monotonic()
         self._deaths.append(now)
+        self._failed_loads = 0 if ran else self._failed_loads + 1
         if self._ready is None:
             self._fail(f"The process of the engine ended while it loaded the model, by {why}")
         elif len(self._deaths) == DEATHS and now - self._deaths[0] < WITHIN:
@@ -330,12 +332,16 @@ class WorkerEngine(TokenEngine):
                 f"The process of the engine ended {DEATHS} times within {WITHIN:.0f} seconds, at "
                 f"last by {why}"
             )
+        elif self._failed_loads == DEATHS:  # each may take longer than that
+            self._fail(
+                f"The process of the engine could not load the model again in {DEATHS} attempts. "
+                f"It ended by {why}"
+            )
         else:
             write_note(f"note: the process of the engine ended by {why} It is started again.\n")
             # As far as is known here: those of which tokens came, and those that go first.
-            turns = {a: (not a.generated, a.priority) for a in self._answers.values()}
-            begun: list[WorkerAnswer | _Call] = [*sorted(turns, key=turns.__getitem__)]
-            begun[self.slots :] = self._calls.values()
+            answers = sorted(self._answers.values(), key=lambda a: (not a.generated, a.priority))
+            begun: list[WorkerAnswer | _Call] = [*answers[: self.slots], *self._calls.values()]
             for each in begun if ran else ():
                 each.deaths += 1
                 if each.deaths > 1 and not each.ended:  # perhaps it is what they died of

@@ -131,8 +131,8 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     mamba: MambaConfig = MambaConfig()
     parallel: bool = False  # attention and MLP of a layer read the same
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
+    embedding_multiplier: float = 1.0  # of the embeddings of tokens
+    residual_multiplier: float = 1.0  # of what attention and the MLP, biases included, add
     logits_scaling: float = 1.0  # what they are divided by
     final_logit_softcapping: float = 0.0
     head_bias: bool = False  # of the logits

@@ -19,6 +19,7 @@ import pytest
 
 import infer
 from infer import LLM, CheckpointError, ClosedError, DeviceError, InferError, UnsupportedError
+from infer.engine import isolated
 from infer.engine.host_memory import CAN_SHARE, HostMemory
 from infer.engine.isolated import WorkerEngine
 from infer.engine.messages import Made, Part
@@ -345,6 +346,19 @@ def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match="no weights"):
         infer.load(tmp_path, isolate=True)
+
+
+@pytest.mark.full
+def test_three_failed_loads_are_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long each of them takes."""
+    monkeypatch.setattr(isolated, "WITHIN", 0.0)
+    with infer.load(DEMO, isolate=True) as llm:
+        stream = llm.stream(STORY, logit_bias=ENDLESS)
+        next(stream)
+        monkeypatch.setenv("INFER_DEVICE", "a GPU that has gone")
+        os.kill(engine(llm).pid, signal.SIGKILL)
+        with pytest.raises(DeviceError, match=r"could not load the model again in 3 attempts"):
+            list(stream)
 
 
 @pytest.mark.full
