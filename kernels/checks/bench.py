@@ -78,7 +78,8 @@ class Bench:
         return None if values is None else self.weight(values.reshape(-1))
 
     def forward(self, rows: int, **own: Any) -> Forward:
-        """With the options of this bench and these of Forward; in f32 unless a tuning is given."""
+        """Returns a `Forward` of so many rows with the options of this bench. It computes in f32
+        unless a tuning is given."""
         options = {"tuning": WithoutMatrices(self.device), **self.options, **own}
         return Forward(self.device, rows, **options)
 

@@ -239,8 +239,8 @@ class _Call:
                         raise ShaderError(f"{_wanted(name, dims)}{where}, not {list(found)}")
 
     def _fits(self, dim: str, size: int) -> bool:
-        """Whether a size is that of an expression, or what a name in it has to be for that, which
-        then has that size."""
+        """Whether an array has the size that an expression says. A name in the expression that has
+        no size yet takes the one that makes it true."""
         missing = set(_names_in(dim)) - self.sizes.keys()
         if len(missing) > 1:
             return True

@@ -38,6 +38,6 @@ def check_device(
 
 
 def cases() -> Iterator[Case]:
-    """All of them, family by family."""
+    """Returns all cases of all kernels, family by family."""
     for family in FAMILIES:
         yield from family.cases()

@@ -192,7 +192,8 @@ class ByMatrix(Tuning):
 def _emulated_attention(
     tuning: Tuning, head_dim: int, latent: bool, dtype: str
 ) -> AttentionMatrixVariant | None:
-    """With subgroups, for heads that are made of matrices."""
+    """Returns a variant of attention_matrix with emulated matrices, where there are subgroups and a
+    head is a whole number of matrices; otherwise None."""
     if not tuning.subgroup_size or dtype == "f32":
         return None
     parts = next(n for n in range(1, head_dim) if head_dim % n == 0 and head_dim // n <= 64)

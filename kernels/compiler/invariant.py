@@ -50,7 +50,8 @@ def _matmul_rows(tuning: Tuning, shape: RowsShape) -> RowsVariant | None:
 
 
 def _matmul_vec(tuning: Tuning, shape: VecShape) -> VecVariant:
-    """Where matmul_rows does not run: as of one row, with workgroups for each."""
+    """Returns the variant of matmul_vec for one row, with workgroups of its own for each row, for
+    shapes that matmul_rows does not run."""
     return replace(matmul_vec_variant(tuning, replace(shape, rows=1)), row_each=True)
 
 

@@ -128,8 +128,9 @@ def start_drivers(webgpu: str | None = None) -> None:
 
 
 def is_forked() -> bool:
-    """Whether this process was forked from one that had started WebGPU: nothing of it works here,
-    because the driver's threads stayed there, and what is on the GPU is the other process's."""
+    """Whether this process was forked from one that had started WebGPU. Nothing of WebGPU works
+    here then: the driver's threads stayed in the other process, and what is on the GPU belongs to
+    it."""
     return _forked
 
 
@@ -166,8 +167,8 @@ def _handles(webgpu: Library) -> list[Any]:
 
 @contextmanager
 def _runtime_dir() -> Iterator[None]:
-    """Where XDG_RUNTIME_DIR is empty or not set, the search of Vulkan's drivers for a display
-    complains on standard error, in containers mostly: it has a value in the block."""
+    """A block in which XDG_RUNTIME_DIR has a value. Without one, as in most containers, Vulkan's
+    drivers complain on standard error while they look for a display."""
     before = os.environ.get("XDG_RUNTIME_DIR")
     if before:
         yield

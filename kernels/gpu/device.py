@@ -100,7 +100,7 @@ class Limits:
 
     @classmethod
     def of(cls, limits: Mapping[str, int]) -> Limits:
-        """From WebGPU's names."""
+        """Returns the limits from a mapping that has WebGPU's names for them."""
         return cls(
             max_binding=limits["max-storage-buffer-binding-size"],
             max_buffer=limits["max-buffer-size"],
@@ -267,7 +267,7 @@ class Device(Uncopied):
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """In it, what the WebGPU library raises becomes a DeviceError."""
+        """A block in which errors of the WebGPU library become DeviceErrors."""
         try:
             yield
         except self.native.library.errors as error:
@@ -404,7 +404,7 @@ class Device(Uncopied):
         return data.view(dtype)
 
     def wait(self) -> None:
-        """Until all submitted work is done."""
+        """Wait until all submitted work is done."""
         if is_forked():  # it never is, without the driver's threads
             return
         self.native.wait()
@@ -603,7 +603,7 @@ class DryDevice(Device):
 
 @contextmanager
 def enough_threads() -> Iterator[None]:
-    """In it, that the system starts no more threads becomes an InferError."""
+    """A block in which a system that starts no more threads raises an InferError."""
     try:
         yield
     except RuntimeError as error:

@@ -124,7 +124,7 @@ class StepQueue(Protocol):
         """Free what was recorded and is not to be sent."""
 
     def wait(self, submission: Any) -> None:
-        """Until a submission is done."""
+        """Wait until a submission is done."""
 
     def read(
         self, staging: Buffer, nbytes: int, submission: Any, urgent: bool = False
@@ -198,7 +198,7 @@ class RawQueue:
         self._native.wait(submission)
 
     def _nap(self) -> None:
-        """Until the buffer is mapped, or for _NAPPING seconds."""
+        """Wait until the buffer is mapped, or for _NAPPING seconds."""
         end = time.perf_counter() + _NAPPING
         while not self._mapping.is_mapped() and time.perf_counter() < end:
             time.sleep(_NAP)

@@ -55,8 +55,8 @@ class Value(Intermediate):
         return [value for _, value in self.links()]
 
     def links(self) -> list[tuple[str, Value]]:
-        """Its inputs, with the names of the fields that they are in; but what it `prepares` reads
-        it."""
+        """The inputs of an operation, with the names of the fields that they are in. A value that
+        the operation `prepares` is left out: what it prepares reads that value."""
         named = vars(self).items()
         return [(n, v) for n, v in named if isinstance(v, Value) and n != "prepares"]
 
@@ -111,7 +111,8 @@ class Slice(Value):
 
 
 def source(value: Value) -> tuple[Operand, int, int]:
-    """Where a value lies: in which activation, with which row stride, from which column on."""
+    """Returns where a value lies: the activation, the distance between its rows, and the first
+    column."""
     offset = 0
     while isinstance(value, Slice):
         offset += value.offset
@@ -192,7 +193,7 @@ class Graph:
         return self._users[value]
 
     def is_read_by(self, value: Value, user: Value) -> bool:
-        """Whether it is read by this operation alone, and once."""
+        """Whether a value is read by this operation alone, and only once."""
         return self._users[value] == [user]
 
     def update(self, value: Value, **changes: Any) -> None:

@@ -18,7 +18,7 @@ MAX_VEC_ROWS = 8
 
 @dataclass(eq=False, repr=False)
 class Intermediate:
-    """What kernels pass on: an activation [rows of the step][width], f32, whose rows lie
+    """A value that kernels pass on: an activation [rows of the step][width] in f32, whose rows lie
     `stride(width)` values apart. of_logits: it has only the rows that get logits."""
 
     width: int = field(init=False, default=0)
@@ -61,7 +61,7 @@ class StepKind:
 
     @property
     def few(self) -> bool:
-        """Whether each row attends by itself, its context split."""
+        """Whether each row attends by itself, with its context split over workgroups."""
         return self.vec or self.batch
 
 

@@ -59,7 +59,8 @@ class Tuning:
         return chosen
 
     def overflows(self, invocations: int) -> bool:
-        """Whether they need a second round of workgroups, which is mostly empty."""
+        """Whether so many invocations need a second round of workgroups, which would be mostly
+        empty."""
         return self.filling < invocations <= self.filling * 3 // 2
 
     def workgroup(self, width: int) -> int:

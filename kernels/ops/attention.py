@@ -113,7 +113,8 @@ class Attention(Maker):
         return min(positions, self.window + more) if self.window else positions
 
     def between(self, target: Target) -> int:
-        """How many values its kernels pass on for each of many rows."""
+        """Returns how many values for each row the kernels of this attention pass on to each other,
+        for steps of many rows."""
         if target.fuse and (target.kind.few or self._tiles(target) is not None):
             return 0  # by matrices either, which no software adapter has
         variant = self._splits(target) if target.fuse else None
@@ -123,9 +124,9 @@ class Attention(Maker):
         return self.n_heads * stored * (self.cache.head_dim + 2)
 
     def has_room(self, heads: Heads, target: Target) -> bool:
-        """Whether attention_decode can do the work of rope_kv_write: rows do not wait for each
-        other's keys, groups of eight dimensions have their partners in one group, scales of int8
-        are written as the pairs that they are read as, and the bindings suffice."""
+        """Whether attention_decode can do the work of rope_kv_write. It can if rows do not wait for
+        each other's keys, both dimensions of a rotated pair lie in one group of eight, scales of
+        int8 are written as the pairs that they are read as, and there are enough bindings."""
         rope, cache, variant = heads.rope, self.cache, self.variant
         if not isinstance(variant, AttentionVariant):
             return False
@@ -287,8 +288,8 @@ class Attention(Maker):
         )
 
     def _may_join(self, low: Lowering, bound: int) -> bool:
-        """Whether the first kernel may write the result: if it can bind so many buffers, and no two
-        heads share a scale of int8."""
+        """Whether the first kernel may write the result itself: it must be able to bind so many
+        buffers, and no two heads may share a scale of int8."""
         halves = scale_params(self.prepares)["X_SCALES"] == "halves"
         aligned = self.prepares is None or self.cache.head_dim % (HALF if halves else BLOCK) == 0
         return bound <= low.device.limits.storage_buffers and aligned
@@ -453,7 +454,8 @@ class AttentionVariant:
         return -(-positions // self.max_split)
 
     def stored(self, positions: int) -> tuple[int, int]:
-        """How many splits attention_combine reads at once, and how many there is room for."""
+        """Returns how many splits attention_combine reads at once, and the most that there is room
+        for."""
         count = self.count(positions)
         at_once = min(_COMBINED_AT_ONCE, power_of_two(max(2, count)))
         return at_once, -(-count // at_once) * at_once

@@ -89,7 +89,7 @@ class HeadLinear(Maker):
         return not self.kept and whole_halves and only and form.fits(self, target, 4)
 
     def has_room(self, key: LatentKey, target: Target) -> bool:
-        """Whether its kernel can write a latent cache besides."""
+        """Whether the kernel of this product can write a latent cache as well."""
         limits, k, variant = target.device.limits, self.weight.shape[1], self.variant
         bindings = 4 + len(self.weight.shards[0].buffers) + 1 + len(key.operands)
         return (

@@ -66,7 +66,7 @@ class Heads:
         return [*([self.rope.table] if self.rope else []), *self.weights]
 
     def fit(self, target: Target) -> bool:
-        """Whether there is something to rotate, and bindings for it."""
+        """Whether there is something to rotate and there are enough bindings for it."""
         bindings = 5 + 2 * self.own + len(self.norms)
         return self.rope is not None and target.device.limits.storage_buffers >= bindings
 

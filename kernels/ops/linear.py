@@ -70,7 +70,7 @@ class Projection(Maker):
 
     @property
     def int8(self) -> bool:
-        """Whether it multiplies integers."""
+        """Whether this product multiplies integers."""
         return self.weight.dtype in INTEGERS
 
     def choose(self, target: Target) -> None:
@@ -93,13 +93,13 @@ class Projection(Maker):
         return inputs, {"NORM": self.norm is not None, "SCALED": scaled, "EPS": eps}
 
     def takes_norm(self, target: Target) -> bool:
-        """Whether a norm of x may go into it. A rule may ask before the kernel is chosen, as that
-        depends on the rows and the weight alone."""
+        """Whether a norm of x may become part of this product. A rule may ask before the kernel is
+        chosen, because the answer depends on the rows and the weight alone."""
         return target.kind.vec and not target.tuning.choose(few_rows, target.rows(self))
 
     @property
     def bound(self) -> int:
-        """How many buffers it binds for what it reads and the weights."""
+        """The number of buffers that the kernel binds for what it reads and for the weights."""
         inputs = 1 if self.norm is None and not self.int8 else 2
         return len(self.weight.shards[0].buffers) + inputs
 
@@ -211,7 +211,8 @@ class Linear(Projection):
         return form.fits(self, target, bound) and bool(int8 or not form.int8)
 
     def _stops(self, target: Target) -> bool:
-        """Whether a row that has stopped writes nothing: where rows are those of the step."""
+        """Whether a row that has stopped writes nothing, which is so if the rows are those of the
+        step."""
         return target.kind.rows == 1 or not (self.of_logits and target.kind.logits)
 
     def _matrix_variant(self, target: Target) -> MatrixVariant | None:

@@ -46,8 +46,9 @@ class LanesVariant:
 
 
 def matmul_lanes_variant(tuning: Tuning, shape: LanesShape) -> LanesVariant | None:
-    """None, where other kernels multiply: on a GPU, whose lanes load at once, or where the lanes of
-    a subgroup are not known; and codes that are looked up in what a workgroup shares."""
+    """Returns the variant of matmul_lanes for a product, or None where another kernel multiplies:
+    on a GPU, whose lanes load at once; where the number of lanes of a subgroup is unknown; and for
+    codes that are looked up in a table that a workgroup shares."""
     lanes = tuning.subgroup_size
     known = lanes == tuning.largest_subgroup and _LEAST_LANES <= lanes <= _MOST_LANES
     if not (tuning.software and known) or shape.dtype in LOOKED_UP:

@@ -68,7 +68,7 @@ class MatrixVariant:
         return max(tiles, sums) + 1024
 
     def runs(self, tuning: Tuning) -> bool:
-        """Whether a device has room for it."""
+        """Whether a device has room for this variant."""
         limits = tuning.limits
         return (
             self.invocations <= limits.max_invocations

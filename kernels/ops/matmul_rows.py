@@ -88,7 +88,7 @@ class RowsVariant:
         return 4 * self.k_teams * padded * self.w_rows + staged + 1024 * (dtype in LOOKED_UP)
 
     def runs(self, tuning: Tuning, shape: RowsShape) -> bool:
-        """Whether the kernel can be of that variant."""
+        """Whether the kernel can run a product of this shape as this variant."""
         invocations, limits = self.invocations(shape.rows), tuning.limits
         return (
             self.k_lanes * self.n_lanes <= tuning.subgroup_size
@@ -116,13 +116,14 @@ class RowsVariant:
 
 
 def few_rows(tuning: Tuning, rows: int) -> bool:
-    """Whether products of so many rows are matmul_rows's."""
+    """Whether matmul_rows computes products of so many rows."""
     lanes = tuning.subgroup_size >= LEAST_LANES
     return lanes and 2 <= rows <= MOST_ROWS and not tuning.software
 
 
 def matmul_rows_variant(tuning: Tuning, shape: RowsShape) -> RowsVariant | None:
-    """None, where other kernels stay: of many rows of floats, matmul's tiles."""
+    """Returns the variant of matmul_rows for a product, or None where another kernel multiplies:
+    many rows of floats go through matmul's tiles."""
     many = shape.dtype not in INTEGERS and shape.rows > _MOST_FLOAT_ROWS
     return possible_variant(tuning, shape) if few_rows(tuning, shape.rows) and not many else None
 
@@ -153,7 +154,7 @@ def possible_variant(tuning: Tuning, shape: RowsShape) -> RowsVariant | None:
 def _made(
     tuning: Tuning, shape: RowsShape, m_tile: int, n_tile: int, k_lanes: int, n_teams: int
 ) -> RowsVariant:
-    """With as few rows of x too many as can be, and whole subgroups."""
+    """Returns a variant with as few surplus rows of x as possible, and whole subgroups."""
     lanes = tuning.subgroup_size
     m_tile = -(-shape.rows // -(-shape.rows // m_tile))
     k_lanes = min(k_lanes, lanes)
@@ -189,7 +190,8 @@ def _variant(tuning: Tuning, shape: RowsShape) -> RowsVariant:
 
 
 def _filled(shape: RowsShape, variant: RowsVariant, workgroups: int) -> RowsVariant:
-    """With teams along the columns, until they would fill so many workgroups of one."""
+    """Returns the variant with more teams along the columns, as long as they fill no more than so
+    many workgroups of one team."""
     most, together = _most_k_teams(shape, variant.k_lanes), 1
     m_teams = -(-shape.rows // variant.m_tile)
     while together < most and variant.workgroups(shape) * m_teams * together < workgroups:

@@ -30,9 +30,9 @@ class Norm:
 
 @dataclass(frozen=True)
 class Form:
-    """How projections read an activation: after a norm; as int8, with such scales
-    (quantize_block.wgsl), as f16 (half_rows.wgsl), or, without scales, as f32; alone: nothing else
-    reads it."""
+    """The form in which projections read an activation. It may come after a norm; it is int8 with
+    scales of some kind (quantize_block.wgsl), f16 (half_rows.wgsl) or, without scales, f32. alone:
+    nothing else reads the activation."""
 
     norm: Norm | None
     scales: str
@@ -44,17 +44,17 @@ class Form:
 
     @property
     def keep(self) -> bool:
-        """Whether the activation itself is needed too: for its squares, or by another reader."""
+        """Whether the activation itself is needed as well, for its squares or by another reader."""
         return not (self.int8 and self.alone)
 
     @property
     def bindings(self) -> int:
-        """How many buffers the kernel that makes it binds: the activation, the form, norm
-        weights."""
+        """The number of buffers that the kernel binds which makes the activation: the activation,
+        the form, and the norm's weights."""
         return self.keep + (2 if self.int8 else 1) + (self.norm is not None)
 
     def fits(self, maker: Maker, target: Target, bound: int) -> bool:
-        """Whether a kernel that binds so many buffers besides can write it."""
+        """Whether a kernel can write this form that binds `bound` buffers for other things."""
         if self.scales == HALVES and not maker.writes_halves:
             return False
         if self.bindings + bound > target.device.limits.storage_buffers:
@@ -194,7 +194,7 @@ class Maker(Value):
     prepares: Prepared | None = field(default=None, kw_only=True)
 
     def writes(self, form: Form, target: Target) -> bool:
-        """Whether the kernel that it chose can write that form."""
+        """Whether the kernel that this operation has chosen can write a form."""
         raise NotImplementedError
 
     def write(self, form: Prepared, target: Target) -> None:

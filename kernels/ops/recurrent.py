@@ -247,11 +247,11 @@ class ScanVariant:
         return 4 * (self.rows * (2 * key_dim + 4 + self.columns * (1 + self.split)) + quantized)
 
     def serves(self, key_dim: int) -> bool:
-        """Whether a matrix with so many rows can be split like that."""
+        """Whether a matrix with so many rows can be split as this variant splits it."""
         return key_dim % (4 * self.split) == 0 and self.rows % self.unroll == 0
 
     def runs(self, tuning: Tuning, key_dim: int) -> bool:
-        """Whether a scan can be of that variant, for matrices with so many rows."""
+        """Whether a scan of matrices with so many rows can be of this variant."""
         largest = tuning.largest_subgroup
         whole = largest and self.invocations % largest == 0
         return bool(

@@ -11,7 +11,7 @@ from infer.kernels.gpu.record import Copy, Piece
 
 
 class State(Protocol):
-    """What is kept of each sequence."""
+    """A state that is kept of each sequence."""
 
     def pieces(self, sequence: int) -> list[Piece]:
         """Returns where it lies, of the same sizes for all sequences."""

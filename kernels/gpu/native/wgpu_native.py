@@ -157,7 +157,8 @@ class _Mapping(BufferMapping):
 
 
 def _wait(device: Any, cell: Any, submission: int | None) -> None:
-    """Until a submission is done, or, for None, everything. cell: memory for its index."""
+    """Wait until a submission is done, or everything if the submission is None. cell: memory for
+    its index."""
     if submission is not None:
         cell[0] = submission
     lib.wgpuDevicePoll(device, True, ffi.NULL if submission is None else cell)
