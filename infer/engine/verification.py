@@ -90,6 +90,7 @@ class Verification:
         """Draft by another rule from now on. drafter: None: no model drafts."""
         self.drop()
         self._runner.speculation, self._runner.drafter = speculation, drafter or Drafter()
+        self._runner.drafter.forget()  # pages may hold something else by now
         self._scheduler.in_step = False
 
     # Before the step
