@@ -339,7 +339,7 @@ class WorkerEngine(TokenEngine):
             )
         else:
             write_note(f"note: the process of the engine ended by {why} It is started again.\n")
-            # As far as is known here: those of which tokens came, and those that go first.
+            # Nobody knows which answers were running: assume those with tokens, then by priority.
             answers = sorted(self._answers.values(), key=lambda a: (not a.generated, a.priority))
             begun: list[WorkerAnswer | _Call] = [*answers[: self.slots], *self._calls.values()]
             for each in begun if ran else ():

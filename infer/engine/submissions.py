@@ -44,9 +44,9 @@ class Wanted(NamedTuple):
 
 @dataclass(eq=False)
 class InFlight:
-    """A submitted step that has not been read. since: when it was submitted. take: called with the
-    step, its results, and the times at which the step before it was read and it was. tells_pace:
-    whether its time tells how fast prompts are computed."""
+    """A submitted step that has not been read. since: when it was submitted. take: is called with
+    this step, its results, the time at which the step before was read, and the time at which this
+    one was. tells_pace: whether its time tells how fast prompts are computed."""
 
     submission: Any
     staging: Staging

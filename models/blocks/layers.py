@@ -199,11 +199,14 @@ class DecoderConfig:
         activation_key: str = "hidden_act",
         **own: Any,
     ) -> Self:
-        """The keys that all of them have, two of them by the family's name for them; the model says
-        the rest: other fields, those of its parts too, whether rope is interleaved or what it is
-        altogether, and what tie_word_embeddings, rms_norm_eps, rope_theta and partial_rotary_factor
-        are by default; and attention_bias, of the projections around attention, which is only read
-        where a default is given. Raises UnsupportedError.
+        """Reads the keys that the configs of all models have, and closes the config: keys that the
+        model reads itself are read before.
+
+        eps_key, activation_key: the family's names for these two. own: all other fields, those of
+        the parts too. Also, whether rope is interleaved or what it is altogether, and the defaults
+        of tie_word_embeddings, rms_norm_eps, rope_theta and partial_rotary_factor. attention_bias:
+        the default of the key for biases of all projections around attention; None: the key is not
+        read. Raises UnsupportedError.
         """
         if attention_bias is not None:
             bias = raw.get("attention_bias", attention_bias, bool)

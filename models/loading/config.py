@@ -17,7 +17,7 @@ from infer.models.loading.files import read_text
 _MISSING = object()
 
 # Keys of transformers' configs that change the computation, and the values that mean "not used".
-# A model that implements one reads it and so is not asked about it here. What tensors of a
+# Keys that a model has read are skipped; all others must have a neutral value. What tensors of a
 # checkpoint show, such as biases, need not be among them.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (None, False),
