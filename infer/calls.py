@@ -1,22 +1,17 @@
-"""Errors for wrong arguments, which name the right keyword, also for keywords of other engines; and
-warnings that point at the line of the caller."""
+"""Texts of errors for wrong arguments, which name the right keyword, also for keywords of other
+libraries; and warnings that point at the line of the caller."""
 
 from __future__ import annotations
 
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
-from functools import wraps
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from infer.kernels.errors import InferWarning, RequestError
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # Names of parameters in transformers, llama.cpp, Ollama, vLLM and others, and our name for each.
 ELSEWHERE = {
@@ -98,7 +93,7 @@ _TEXT_ONLY = "Models read text alone here: leave {name} out."
 _PROMPT_SCORES = "Call the method prompt_logprobs(prompt) of an LLM."
 _LEAVE_OUT = "There is nothing to choose: leave {name} out."
 
-# Parameters of other libraries that this one does not have, and what to do instead.
+# Parameters of other libraries that have no counterpart here, and what to do instead.
 INSTEAD = {
     "data_parallel_size": _ONE_GPU,
     "detokenize": "A result has the text and the token ids: leave {name} out.",
@@ -144,7 +139,8 @@ _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 
 def warn(text: str) -> None:
-    """Give an InferWarning, as of the line of the user's program that calls this package."""
+    """Gives an InferWarning that points at the line of the user's program that calls this
+    package."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
@@ -154,8 +150,8 @@ def warn(text: str) -> None:
 def check_names(
     given: Iterable[str], known: Collection[str], others: Collection[str], place: str
 ) -> None:
-    """Raises RequestError for a name that is not known, with the one that was likely meant. others:
-    what the functions of `place` know."""
+    """Raises RequestError for a name that is not known; its text has the name that was likely
+    meant. others: the names that the functions of `place` know."""
     unknown = next((name for name in given if name not in known), None)
     if unknown is None:
         return
@@ -175,55 +171,13 @@ def check_names(
     raise RequestError(f"{unknown} is not an option. {hint}")
 
 
-def checked(
-    options: Collection[str] = (),
-    others: Collection[str] = (),
-    place: str = "",
-    *,
-    renamed: Mapping[str, str] | None = None,
-    hint: str = "",
-) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator of functions that users call: arguments that do not fit raise RequestError
-    instead of TypeError.
-
-    options: the names that the function takes as **options; without any it takes all. others,
-    place: as for `check_names`.
-    renamed: second names of arguments, and the first. hint: what to do instead of any wrong call.
-    """
-    second_names = renamed or {}
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        own = signature(function)
-        fixed = [p.name for p in own.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        known = frozenset([*fixed, *options]) - {"self"}
-        takes_any = len(fixed) < len(own.parameters) and not options
-
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            if not (takes_any or known.issuperset(kwargs)):
-                for second in second_names.keys() & kwargs.keys():
-                    kwargs.setdefault(second_names[second], kwargs.pop(second))
-                if not hint:
-                    check_names(kwargs, known, others, place)
-            try:
-                return function(*args, **kwargs)
-            except TypeError as error:
-                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                    raise  # of its own
-                raise RequestError(hint or _misfit(function, own, args, kwargs)) from None
-
-        return call
-
-    return decorate
-
-
-def _misfit(
+def misfit(
     function: Callable[..., object],
     own: Signature,
     args: Sequence[object],
     given: Iterable[str],
 ) -> str:
-    """A sentence about arguments, with known names, that do not fit a function."""
+    """Returns a sentence that says how arguments, all of known names, do not fit a function."""
     name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
     named = [p for p in own.parameters.values() if p.name != "self"]
     by_place = [p.name for p in named if p.kind <= Parameter.POSITIONAL_OR_KEYWORD]

@@ -21,19 +21,18 @@ from infer.text.tool_messages import (
 if TYPE_CHECKING:  # the module imports Jinja, which is slow
     from infer.text.template_forms import TemplateForms
 
-# A message's reasoning, under the names that APIs give it; templates read the first.
+_MOST_KEPT = 4096  # characters of variables under which the forms of a template are kept
+
+# The names that APIs give a message's reasoning. Templates read the first.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates of a model folder by name; a single one is called `default`.
+    """Returns the chat templates of a model folder by name; a single one is called `default`.
 
-    As in transformers, files (`chat_template.jinja`, `additional_chat_templates/*.jinja`, the
-    older `chat_template.json`) replace the entry of tokenizer_config.json, which is one template
-    or a list of {"name", "template"}.
-
-    Raises:
-        TokenizerError: a file or entry that cannot be read.
+    As in transformers, files (`chat_template.jinja`, `additional_chat_templates/*.jinja`, the older
+    `chat_template.json`) replace the entry of tokenizer_config.json, which is one template or a
+    list of {"name", "template"}. Raises TokenizerError for a file or an entry that cannot be read.
     """
     paths = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     try:
@@ -60,12 +59,9 @@ def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
 
 
 def own_template(given: str | Path) -> str:
-    """The source of a chat template that takes the place of a model's own. given: its file, or, as
-    a text with a brace in it, the source itself.
-
-    Raises:
-        RequestError: a file that cannot be read, or that holds no chat template.
-    """
+    """Returns the source of a chat template that takes the place of a model's own. given: its file,
+    or, as a text with a brace in it, the source itself. Raises RequestError for a file that cannot
+    be read, or that holds no chat template."""
     if isinstance(given, str) and "{" in given:
         source, what = given, "chat_template"
     elif isinstance(given, str | Path):
@@ -99,13 +95,11 @@ def own_template(given: str | Path) -> str:
 def choose_template(
     templates: Mapping[str, str], template: str | None, *, with_tools: bool = False
 ) -> str:
-    """The source of the template called `template`, or `template` itself if it is Jinja.
+    """Returns the source of the template called `template`, or `template` itself if it is Jinja.
+    Without a name, `tool_use` is taken for a call with tools if there is one, else `default`.
 
-    Without a name it is `tool_use` for a call with tools, where there is one, else `default`.
-
-    Raises:
-        NoChatTemplateError: the model has none.
-        RequestError: no template has that name, or a name is needed.
+    Raises NoChatTemplateError if the model has no template, and RequestError if no template has
+    that name, or a name is needed.
     """
     if not (template is None or isinstance(template, str)):
         raise RequestError(
@@ -130,7 +124,7 @@ def choose_template(
 
 def begins_answer(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
     """Whether a prompt ends with the header of an answer. Raises RequestError if the final message
-    is to be continued, too."""
+    is to be continued at the same time."""
     given = {
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
@@ -182,7 +176,8 @@ def render(
     forms, written = _written(source, checked, plain)
     # A template is a program: it can raise anything.
     with foreign("The chat template failed"):
-        text = render_template(source, plain | {"messages": forms.fitted(written)})
+        fitted = written if _are_texts(forms, written) else forms.fitted(written)
+        text = render_template(source, plain | {"messages": fitted})
     return _until_mark(text, final) if continues else text
 
 
@@ -193,19 +188,18 @@ def left_out(
     template_args: Mapping[str, Any],
     template: str | None = None,
 ) -> list[str]:
-    """A sentence for each kind of message that a chat template leaves out of the prompt, and for
-    each argument that it does not read. The arguments are those that `choose_template` and `render`
-    have taken. special_tokens: further variables, by which nobody asks for anything."""
+    """Returns a sentence for each kind of message that a chat template leaves out of the prompt,
+    and for each argument that it does not read. messages, template_args: as `choose_template` and
+    `render` have accepted them. special_tokens: further variables, which no user has asked for."""
     with_tools = template_args.get("tools") is not None
     source = choose_template(templates, template, with_tools=with_tools)
     keys = ("role", "content", "tool_calls")
     given = [{key: each[key] for key in keys if each.get(key)} for each in messages]
-    # No variable of templates: `render_chat` obeys it.
+    # This is no variable of templates: `render_chat` itself obeys it.
     args = {key: value for key, value in template_args.items() if key != "continue_final_message"}
     forms, written = _written(source, given, {**special_tokens, **args})
-    told = [
-        f"The chat template leaves {what} out of the prompt." for what in forms.left_out(written)
-    ]
+    parts = () if _are_texts(forms, written) else forms.left_out(written)
+    told = [f"The chat template leaves {what} out of the prompt." for what in parts]
     return [*told, *_unread(source, special_tokens, args)]
 
 
@@ -219,7 +213,7 @@ def _unread(
     from infer.text.template import arguments
 
     read, offered = arguments(source)
-    # Tools are in the prompt in any case, and where it ends is no matter of the template alone.
+    # Tools are in the prompt in any case, and not the template alone decides where the prompt ends.
     other = ("tools", "add_generation_prompt")
     given = [key for key, value in template_args.items() if value is not None and key not in other]
     unread = [name for name in given if name not in read]
@@ -238,18 +232,18 @@ def _unread(
 def _written(
     source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 ) -> tuple[TemplateForms, list[Mapping[str, Any]]]:
-    """The forms of a template, and the messages with what it does not write itself: tools, calls
-    and results as text, where it reads no tools."""
+    """Returns the forms of a template, and the messages with all that the template does not write
+    itself: for a template that reads no tools, the tools, calls and results are text."""
     from infer.text.template import reads
-    from infer.text.template_forms import Kind, template_forms
 
-    forms, tools = template_forms(source, variables), variables.get("tools")
+    forms, tools = _forms(source, variables), variables.get("tools")
     with_calls = any(each["role"] == "tool" or "tool_calls" in each for each in messages)
     if (with_calls or tools) and not reads(source, "tools"):
+        from infer.text.template_forms import Kind
         from infer.text.tool_formats import find_format
         from infer.text.tool_grammars import example_call
 
-        known = find_format(source)  # the format of calls and results, not of tools
+        known = find_format(source)  # it writes calls and results, but no descriptions of tools
         written = [*messages] if known is not None else [*in_words(messages)]
         system = forms.content(Kind("system"))
         role = "system" if system.text or system.part else "user"
@@ -260,12 +254,38 @@ def _written(
     return forms, [*messages]
 
 
-_MARK = "END_OF_FINAL_MESSAGE "  # its space shows whether a template trims messages
+def _forms(source: str, variables: Mapping[str, Any]) -> TemplateForms:
+    """Returns the forms of a template, given all other variables that it may read, made of JSON
+    types. They are found out once for equal variables."""
+    from infer.text.template_forms import TemplateForms, kept_forms
+
+    own = {
+        **variables,
+        "tools": bool(variables.get("tools")),
+        "documents": None,
+        "add_generation_prompt": True,
+    }
+    key = json.dumps(own, sort_keys=True)
+    return kept_forms(source, key) if len(key) <= _MOST_KEPT else TemplateForms(source, own)
+
+
+def _are_texts(forms: TemplateForms, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all messages are texts without calls, of kinds that the template is known to read as
+    they are. Such messages need not be fitted to the template, and none is left out."""
+    return all(
+        isinstance(each.get("content"), str)
+        and "tool_calls" not in each
+        and (each["role"], index > 0) in forms.texts
+        for index, each in enumerate(messages)
+    )
+
+
+_MARK = "END_OF_FINAL_MESSAGE "  # the space at its end shows whether a template trims messages
 
 
 def _marked(message: dict[str, Any]) -> str:
-    """The text of a message, to which a mark is appended. Raises RequestError for one that cannot
-    be continued."""
+    """Appends a mark to the text of a message, and returns the text without it. Raises RequestError
+    for a message that cannot be continued."""
     if "tool_calls" in message:
         raise RequestError("The final message has calls: only a message of text can be continued.")
     holder, key = message, "content"
@@ -279,8 +299,8 @@ def _marked(message: dict[str, Any]) -> str:
 
 
 def _until_mark(rendered: str, final: str) -> str:
-    """Returns the text before the mark. Raises RequestError if a part of the final message is not
-    in it."""
+    """Returns the rendered text before the mark. Raises RequestError if a part of the final message
+    is not in it."""
     before, mark, after = rendered.rpartition(_MARK.strip())
     if not mark or final.strip() not in before:
         raise RequestError(
@@ -291,13 +311,11 @@ def _until_mark(rendered: str, final: str) -> str:
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A plain copy of `messages` as templates expect them, without keys that are None.
+    """Returns a plain copy of the messages as templates expect them, without keys that are None.
 
-    Content is text, or a list of {"type": "text", "text"}; a message with tool calls needs none.
-    As in transformers, reasoning given under one of its names is there under the others.
-
-    Raises:
-        RequestError: anything else.
+    Content is text, or a list of {"type": "text", "text"}; a message with tool calls needs none. As
+    in transformers, reasoning that is given under one of its names is there under the others.
+    Raises RequestError for anything else.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise RequestError(
@@ -313,7 +331,8 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         plain = {k: v for k, v in _plain(dict(message), where).items() if v is not None}
         if not isinstance(plain.get("role"), str):
             raise RequestError(f'{where} needs a "role", such as "user", "assistant" or "system".')
-        plain = check_calls(plain, where)
+        if "tool_calls" in plain:
+            plain = check_calls(plain, where)
         if not ("content" in plain or "tool_calls" in plain):
             raise RequestError(f'{where} needs a "content", its text.')
         content = plain.get("content", "")
@@ -345,7 +364,8 @@ def _is_text_parts(content: Any) -> bool:
 
 
 def _plain(value: Any, what: str) -> Any:
-    """A copy made of JSON types, so that a template meets no object with methods of its own."""
+    """Returns a copy that is made of JSON types, so that a template meets no object with methods of
+    its own. Raises RequestError for a value that JSON cannot express."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
