@@ -158,8 +158,6 @@ class Engine(TokenEngine):
             self.tier.cache.close()
             self.device.close()
 
-    # Steps
-
     def _step(self) -> None:
         """Submit what can be submitted, then read the oldest step in flight."""
         if not self._is_whole:
@@ -201,8 +199,11 @@ class Engine(TokenEngine):
                 break  # its time is to be measured first
             if self.runner.speculation.is_on:
                 self.verification.choose()
-            shared = self.scheduler.shared_rows if self.scheduler.has_prompts else 0
-            work = self.scheduler.next(pace.most_rows(bool(self.scheduler.running), shared))
+            scheduler = self.scheduler
+            most: Callable[[int], int] = pace.rows  # asked where there are prompts alone
+            if scheduler.has_prompts:
+                most = pace.most_rows(bool(scheduler.running), scheduler.shared_rows)
+            work = scheduler.next(most)
             if self.pool.evicted:
                 self.tier.take_out()
             if self.scheduler.to_save:
