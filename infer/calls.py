@@ -1,4 +1,4 @@
-"""Errors for wrong arguments, which name the right keyword, also for keywords of other engines; and
+"""What is said of wrong arguments, with the right keyword, also for keywords of other engines; and
 warnings that point at the line of the caller."""
 
 from __future__ import annotations
@@ -6,17 +6,12 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
-from functools import wraps
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from infer.kernels.errors import InferWarning, RequestError
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # Names of parameters in transformers, llama.cpp, Ollama, vLLM and others, and our name for each.
 ELSEWHERE = {
@@ -175,49 +170,7 @@ def check_names(
     raise RequestError(f"{unknown} is not an option. {hint}")
 
 
-def checked(
-    options: Collection[str] = (),
-    others: Collection[str] = (),
-    place: str = "",
-    *,
-    renamed: Mapping[str, str] | None = None,
-    hint: str = "",
-) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator of functions that users call: arguments that do not fit raise RequestError
-    instead of TypeError.
-
-    options: the names that the function takes as **options; without any it takes all. others,
-    place: as for `check_names`.
-    renamed: second names of arguments, and the first. hint: what to do instead of any wrong call.
-    """
-    second_names = renamed or {}
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        own = signature(function)
-        fixed = [p.name for p in own.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        known = frozenset([*fixed, *options]) - {"self"}
-        takes_any = len(fixed) < len(own.parameters) and not options
-
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            if not (takes_any or known.issuperset(kwargs)):
-                for second in second_names.keys() & kwargs.keys():
-                    kwargs.setdefault(second_names[second], kwargs.pop(second))
-                if not hint:
-                    check_names(kwargs, known, others, place)
-            try:
-                return function(*args, **kwargs)
-            except TypeError as error:
-                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                    raise  # of its own
-                raise RequestError(hint or _misfit(function, own, args, kwargs)) from None
-
-        return call
-
-    return decorate
-
-
-def _misfit(
+def misfit(
     function: Callable[..., object],
     own: Signature,
     args: Sequence[object],

@@ -1,16 +1,20 @@
-"""Runs code that others wrote, such as the tokenizers library and chat templates, and raises its
-failures as errors of this project."""
+"""Where code that others wrote meets this project: what goes wrong in libraries and chat templates,
+and calls with arguments that do not fit, raise errors of this project."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TypeVar
+from functools import wraps
+from inspect import Parameter, signature
+from typing import ParamSpec, TypeVar
 
-from infer.kernels.errors import InferError, TokenizerError
+from infer.calls import check_names, misfit
+from infer.kernels.errors import InferError, RequestError, TokenizerError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -58,3 +62,45 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
     threading.Thread(target=run, daemon=True, name="infer text").start()
     return future.result(seconds)
+
+
+def checked(
+    options: Collection[str] = (),
+    others: Collection[str] = (),
+    place: str = "",
+    *,
+    renamed: Mapping[str, str] | None = None,
+    hint: str = "",
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator of functions that users call: arguments that do not fit raise RequestError
+    instead of TypeError.
+
+    options: the names that the function takes as **options; without any it takes all. others,
+    place: as for `check_names`.
+    renamed: second names of arguments, and the first. hint: what to do instead of any wrong call.
+    """
+    second_names = renamed or {}
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        own = signature(function)
+        fixed = [p.name for p in own.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        known = frozenset([*fixed, *options]) - {"self"}
+        takes_any = len(fixed) < len(own.parameters) and not options
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if not (takes_any or known.issuperset(kwargs)):
+                for second in second_names.keys() & kwargs.keys():
+                    kwargs.setdefault(second_names[second], kwargs.pop(second))
+                if not hint:
+                    check_names(kwargs, known, others, place)
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise  # of its own
+                raise RequestError(hint or misfit(function, own, args, kwargs)) from None
+
+        return call
+
+    return decorate

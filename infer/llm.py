@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.calls import checked, warn
+from infer.calls import warn
 from infer.embedding import POOLINGS, EmbeddingConfig
 from infer.engine.constraint import Constraint, Constraints
 from infer.engine.engine import Engine
 from infer.engine.isolated import WorkerEngine
 from infer.engine.token_engine import EngineStats, TokenAnswer, TokenEngine
-from infer.foreign import shown
+from infer.foreign import checked, shown
 from infer.kernels.errors import (
     ClosedError,
     InferError,

@@ -12,14 +12,14 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from infer.calls import check_names, checked, warn
+from infer.calls import check_names, warn
 from infer.embedding import EmbeddingConfig, read_embedding_config
 from infer.engine.engine import Engine
 from infer.engine.host_memory import HostMemory
 from infer.engine.isolated import WorkerEngine
 from infer.engine.options import EngineOptions
 from infer.engine.steps import Loaded
-from infer.foreign import shown
+from infer.foreign import checked, shown
 from infer.generation_config import notes, sampling_defaults
 from infer.hub import ResolvedModel, resolve, resolve_adapter
 from infer.kernels.errors import RequestError, UnsupportedError
