@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from infer.text.answer_reader import EnoughError, Pieces, Reader, Steps
+from infer.text.answer_reader import Reader, Steps
 from infer.text.tool_formats import HARMONY_ENDS, HERMES, ToolFormat, find_format
 
 # The markers before and after a thought, at the beginning of an answer.
@@ -61,7 +61,7 @@ def answer_style(template: str) -> AnswerStyle:
     return AnswerStyle(tools, found or _THOUGHTS[0], tools.whole or found is not None)
 
 
-class AnswerParser:
+class AnswerParser(Reader):
     """Parses one answer while it arrives. functions: the schemas of the functions that it may call;
     None: text that looks like a call stays text."""
 
@@ -78,46 +78,11 @@ class AnswerParser:
         the thought. tokens: markers that are one token, which no limit cuts."""
         self._style, self._thinking = style, thinking
         self._with_tools = functions is not None
-        short_ids = style.tools.short_ids
-        self._reader = Reader(functions or {}, most, short_ids=short_ids, tokens=tokens)
-        self.is_done = False
-        self._steps: Steps[None] | None = self._read()
-        self._go_on()
+        super().__init__(functions or {}, most, short_ids=style.tools.short_ids, tokens=tokens)
 
-    @property
-    def is_thinking(self) -> bool:
-        return self._reader.is_thinking
-
-    def add(self, text: str) -> Pieces:
-        self._reader.add(text)
-        return self._go_on()
-
-    @property
-    def unfinished(self) -> int | None:
-        """The index of the call that is not whole because the answer was cut, or None."""
-        return self._reader.unfinished if self._reader.is_cut else None
-
-    def finish(self, *, cut: bool = False) -> Pieces:
-        """Returns the text that was held back. cut: a limit ended the answer, not the model; then
-        the beginning of a call or a marker is not text."""
-        self._reader.end(cut=cut)
-        return self._go_on()
-
-    def _go_on(self) -> Pieces:
-        if self._steps is not None:
-            try:
-                next(self._steps)
-            except StopIteration:
-                self._steps = None
-            except EnoughError:
-                self._steps, self.is_done = None, True
-        return self._reader.take_pieces()
-
-    def _read(self) -> Steps[None]:
-        reader = self._reader
+    def parse(self) -> Steps[None]:
         begin, end = self._style.thought
-        if not self._style.tools.whole and (self._thinking or (yield from reader.accept(begin))):
-            yield from reader.think_until(end)
+        if not self._style.tools.whole and (self._thinking or (yield from self.accept(begin))):
+            yield from self.think_until(end)
         if self._with_tools or self._style.tools.whole:
-            yield from self._style.tools.read(reader)
-        yield from reader.rest()
+            yield from self._style.tools.read(self)

@@ -2,8 +2,8 @@
 
 A parser is a generator: it takes text from a `Reader` and tells the `Reader` whether that text is
 content, reasoning or a call. If the text so far is not enough to decide, the parser yields, and
-continues when there is more. So its code reads like a parser of a whole text, and it does not
-matter how the text is cut into pieces.
+the `Reader` continues it when there is more. So its code reads like a parser of a whole text, and
+it does not matter how the text is cut into pieces. What no parser takes is content.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import secrets
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -68,8 +69,8 @@ class _Words:
         return words
 
 
-class Reader:
-    """The text of an answer while it arrives; parsers take it from the beginning.
+class Reader(ABC):
+    """The text of an answer while it arrives; a parser takes it from the beginning.
 
     functions: the JSON schema of each function's arguments. most: calls that are read. short_ids:
     ids of calls are nine letters and digits, as Mistral's templates want them. tokens: markers that
@@ -86,37 +87,63 @@ class Reader:
     ) -> None:
         self.functions, self.most = functions, most
         self.calls = 0
+        self.is_done = False  # whether there are as many calls as are read
         self.is_thinking = False
         self.pieces = Pieces()
-        self.unfinished: int | None = None  # the call that has begun and is not whole
+        self._begun: int | None = None  # the call that has begun and is not whole
         self._short_ids, self._tokens = short_ids, tokens
         self._left = ""  # text that no parser has taken yet
         self._ended = self._cut = False
         self._attempt: str | None = None  # text taken for a call whose name has not come
         self._text, self._reasoning = _Words(), _Words()
         self._reasoning.trims = True
+        self._steps: Steps[None] | None = self.parse()  # None at the parser's end
+        self._go_on()
 
-    def add(self, text: str) -> None:
+    @abstractmethod
+    def parse(self) -> Steps[None]:
+        """Takes the text up to where all that is left is content."""
+
+    def add(self, text: str) -> Pieces:
+        """Adds text that has arrived, and returns what is known now."""
         self._left += text
+        return self._go_on()
+
+    def finish(self, *, cut: bool = False) -> Pieces:
+        """Returns the text that was held back; no more comes. cut: a limit ended the answer, not
+        the model: then what may be the beginning of a marker is dropped, as is a call that has no
+        name yet."""
+        self._ended, self._cut = True, cut
+        return self._go_on()
+
+    def _go_on(self) -> Pieces:
+        if self._steps is not None:
+            try:
+                next(self._steps)
+            except StopIteration:
+                self._steps = None
+            except EnoughError:
+                self._steps, self.is_done = None, True
+        if self._steps is None and not self.is_done:
+            self.text(self._take(len(self._left)))
+            if self._ended and not self.calls:  # spaces at the end belong to the text
+                self.pieces.text += self._text.spaces
+        pieces, self.pieces = self.pieces, Pieces()
+        return pieces
 
     def put_back(self, text: str) -> None:
         """Put back text that was taken: it comes next again."""
         self._left = text + self._left
-
-    def end(self, *, cut: bool = False) -> None:
-        """No more text comes. cut: the model had not ended the answer; then what may be the
-        beginning of a marker is dropped, as is a call that has no name yet."""
-        self._ended, self._cut = True, cut
 
     @property
     def is_cut(self) -> bool:
         """Whether the answer was cut: no more text comes, although the answer had not ended."""
         return self._cut
 
-    def take_pieces(self) -> Pieces:
-        """Returns the pieces that were told since the last call."""
-        pieces, self.pieces = self.pieces, Pieces()
-        return pieces
+    @property
+    def unfinished(self) -> int | None:
+        """The index of the call that is not whole because the answer was cut, or None."""
+        return self._begun if self._cut else None
 
     # Text that was recognised
 
@@ -137,7 +164,7 @@ class Reader:
         self._attempt = None
         self._text.trims = True
         self.pieces.tool_calls.append(ToolCallDelta(self.calls, call_id, name))
-        self.unfinished = self.calls
+        self._begun = self.calls
         self.calls += 1
 
     def arguments(self, text: str) -> None:
@@ -147,7 +174,7 @@ class Reader:
 
     def end_call(self) -> None:
         """The call that began last is whole."""
-        self.unfinished = None
+        self._begun = None
 
     # Taking text
 
@@ -197,17 +224,6 @@ class Reader:
 
     def text_until(self, *markers: str) -> Steps[str | None]:
         return (yield from self.copy_until(*markers, write=self.text))
-
-    def rest(self) -> Steps[None]:
-        """Take everything that is left as text. Spaces at its end belong to it, unless calls came
-        before."""
-        while True:
-            self.text(self._take(len(self._left)))
-            if self._ended:
-                break
-            yield
-        if not self.calls:
-            self.pieces.text += self._text.spaces
 
     def until(self, *markers: str, take: bool = True) -> Steps[str]:
         """The short text before the first of these markers. Raises MalformedError without one."""

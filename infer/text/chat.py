@@ -21,6 +21,8 @@ from infer.text.tool_messages import (
 if TYPE_CHECKING:  # the module imports Jinja, which is slow
     from infer.text.template_forms import TemplateForms
 
+_MOST_KEPT = 4096  # characters of variables under which the forms of a template are kept
+
 # A message's reasoning, under the names that APIs give it; templates read the first.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -182,7 +184,8 @@ def render(
     forms, written = _written(source, checked, plain)
     # A template is a program: it can raise anything.
     with foreign("The chat template failed"):
-        text = render_template(source, plain | {"messages": forms.fitted(written)})
+        fitted = written if _are_texts(forms, written) else forms.fitted(written)
+        text = render_template(source, plain | {"messages": fitted})
     return _until_mark(text, final) if continues else text
 
 
@@ -203,9 +206,8 @@ def left_out(
     # No variable of templates: `render_chat` obeys it.
     args = {key: value for key, value in template_args.items() if key != "continue_final_message"}
     forms, written = _written(source, given, {**special_tokens, **args})
-    told = [
-        f"The chat template leaves {what} out of the prompt." for what in forms.left_out(written)
-    ]
+    parts = () if _are_texts(forms, written) else forms.left_out(written)
+    told = [f"The chat template leaves {what} out of the prompt." for what in parts]
     return [*told, *_unread(source, special_tokens, args)]
 
 
@@ -241,11 +243,11 @@ def _written(
     """The forms of a template, and the messages with what it does not write itself: tools, calls
     and results as text, where it reads no tools."""
     from infer.text.template import reads
-    from infer.text.template_forms import Kind, template_forms
 
-    forms, tools = template_forms(source, variables), variables.get("tools")
+    forms, tools = _forms(source, variables), variables.get("tools")
     with_calls = any(each["role"] == "tool" or "tool_calls" in each for each in messages)
     if (with_calls or tools) and not reads(source, "tools"):
+        from infer.text.template_forms import Kind
         from infer.text.tool_formats import find_format
         from infer.text.tool_grammars import example_call
 
@@ -258,6 +260,32 @@ def _written(
     if with_calls and "[TOOL_CALLS]" in source:
         return forms, [*with_short_ids(messages)]
     return forms, [*messages]
+
+
+def _forms(source: str, variables: Mapping[str, Any]) -> TemplateForms:
+    """The forms of a template, given everything else that it may read, of JSON types. They are
+    found out once for the same variables."""
+    from infer.text.template_forms import TemplateForms, kept_forms
+
+    own = {
+        **variables,
+        "tools": bool(variables.get("tools")),
+        "documents": None,
+        "add_generation_prompt": True,
+    }
+    key = json.dumps(own, sort_keys=True)
+    return kept_forms(source, key) if len(key) <= _MOST_KEPT else TemplateForms(source, own)
+
+
+def _are_texts(forms: TemplateForms, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all messages are texts without calls, of kinds that the template is known to read as
+    they are: then nothing is to be fitted, and nothing is left out."""
+    return all(
+        isinstance(each.get("content"), str)
+        and "tool_calls" not in each
+        and (each["role"], index > 0) in forms.texts
+        for index, each in enumerate(messages)
+    )
 
 
 _MARK = "END_OF_FINAL_MESSAGE "  # its space shows whether a template trims messages
@@ -313,7 +341,8 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         plain = {k: v for k, v in _plain(dict(message), where).items() if v is not None}
         if not isinstance(plain.get("role"), str):
             raise RequestError(f'{where} needs a "role", such as "user", "assistant" or "system".')
-        plain = check_calls(plain, where)
+        if "tool_calls" in plain:
+            plain = check_calls(plain, where)
         if not ("content" in plain or "tool_calls" in plain):
             raise RequestError(f'{where} needs a "content", its text.')
         content = plain.get("content", "")

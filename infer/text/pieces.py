@@ -34,9 +34,6 @@ def encode_pieces(
     encode: what the library makes of a text, with its places. in_words: whether it is BPE, and all
     its places are right.
     """
-    if len(text) <= PIECE:
-        yield encode(text).ids
-        return
     begin, end = 0, PIECE
     tokens = _tokens(encode(text[:end]), 0)
     first = 0  # the first token that is in no piece yet

@@ -20,9 +20,9 @@ from infer.text.template import render_template
 from infer.text.tool_messages import joined, with_arguments
 
 _SECONDS = 1.0  # for each of the short chats
-_MOST_KEPT = 4096  # characters of variables under which forms are kept
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TURNS = ("user", "assistant", "tool")  # roles of messages that may stand anywhere
+_ROLES = ("system", "developer", *_TURNS)
 
 # Words that no template has of its own.
 _OTHER = "zyxrole"
@@ -94,16 +94,27 @@ class CallForms:
 
 
 class TemplateForms:
-    """The forms of one template. Each is found out when it is asked for."""
+    """The forms of one template. Each is found out when it is asked for.
+
+    texts: the role of each message without calls that is known to be read where its content is a
+    text, and whether it is not the first one.
+    """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        self._source, self._variables = source, variables
+        """variables: everything else that the template may read, of JSON types. tools: whether
+        there are any."""
+        self._source = source
+        self._variables = {**variables, "tools": [_TOOL] if variables["tools"] else None}
+        self.texts = set[tuple[str, bool]]()
         self._contents: dict[Kind, ContentForms] = {}
         self._calls: CallForms | None = None
 
     def content(self, kind: Kind) -> ContentForms:
         if kind not in self._contents:
             self._contents[kind] = self._find_content(kind)
+            if self._contents[kind].text and not kind.calls and kind.role != _OTHER:
+                follows = (True, False) if kind.role in _TURNS else (kind.later,)
+                self.texts.update((kind.role, each) for each in follows)
         return self._contents[kind]
 
     @property
@@ -137,7 +148,7 @@ class TemplateForms:
         role, source = message["role"], self._source
         if role not in _ROLES and f"'{role}'" not in source and f'"{role}"' not in source:
             role = _OTHER
-        later = index > 0 and role not in ("user", "assistant", "tool")
+        later = index > 0 and role not in _TURNS
         return Kind(role, later, "tool_calls" in message)
 
     def _fitted(self, message: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
@@ -214,18 +225,7 @@ class TemplateForms:
             return None
 
 
-def template_forms(source: str, variables: Mapping[str, Any]) -> TemplateForms:
-    """The forms of a template, given everything else that it may read, of JSON types."""
-    own = {
-        **variables,
-        "tools": [_TOOL] if variables.get("tools") else None,
-        "documents": None,
-        "add_generation_prompt": True,
-    }
-    key = json.dumps(own, sort_keys=True)
-    return _kept_forms(source, key) if len(key) <= _MOST_KEPT else TemplateForms(source, own)
-
-
 @lru_cache(maxsize=64)
-def _kept_forms(source: str, variables: str) -> TemplateForms:
+def kept_forms(source: str, variables: str) -> TemplateForms:
+    """The forms of a template, which are kept for each source and variables, a JSON object."""
     return TemplateForms(source, json.loads(variables))

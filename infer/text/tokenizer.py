@@ -13,9 +13,9 @@ import tokenizers
 
 from infer.foreign import foreign, shown, within
 from infer.kernels.errors import RequestError, TokenizerError
+from infer.text import pieces
 from infer.text.chat import begins_answer, choose_template, left_out, render
 from infer.text.infill import find_infill
-from infer.text.pieces import encode_pieces
 
 T = TypeVar("T")
 
@@ -124,11 +124,14 @@ class Tokenizer:
                 f"The tokenizer may make {self._growth:,} times as much of a text before it splits "
                 f"it: the {len(text):,} characters of this one are too many for that."
             )
-        pieces = encode_pieces(
-            partial(self._encoding, add_special_tokens), text, self._joins_in_words
-        )
+        encode = partial(self._encoding, add_special_tokens)
+        found: Iterable[list[int]]
+        if len(text) <= pieces.PIECE:
+            found = [encode(text).ids]
+        else:
+            found = pieces.encode_pieces(encode, text, self._joins_in_words)
         begins = add_special_tokens
-        for piece in pieces:
+        for piece in found:
             doubled = begins and piece[:2] == [self.bos_token_id] * 2
             yield piece[1:] if doubled else piece
             begins = begins and not piece
