@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import chain, islice
 from numbers import Real
 from pathlib import Path
@@ -44,12 +45,7 @@ from infer.text.answer_reader import Pieces
 from infer.text.chat import begins_answer
 from infer.text.detokenizer import StopStrings, StreamingDetokenizer
 from infer.text.tokenizer import Tokenizer
-from infer.text.tools import (
-    Tool,
-    ToolChoice,
-    add_deltas,
-    check_tools,
-)
+from infer.text.tools import Tool, ToolChoice, Tools, add_deltas, check_tools
 
 if TYPE_CHECKING:
     from infer.aio import AsyncStream, Runner  # which imports asyncio
@@ -101,7 +97,7 @@ class Stream(Uncopied, Iterator[Chunk]):
         begin: Callable[[], TokenAnswer],
         params: SamplingParams,
         ids: list[int],
-        reading: Reading | None,
+        reading: Callable[[], Reading] | None,
         schema: Mapping[str, Any] | None,
     ) -> None:
         self._llm, self._answer = llm, _Lazy(begin)
@@ -233,6 +229,7 @@ class LLM(Uncopied):
         self._open_streams: dict[int, weakref.ref[Stream]] = {}  # which end when this does
         self._inside: set[int] = set()  # threads that are in the middle of a call
         self._closing = False
+        self._pid = os.getpid()
         self._constraints = Constraints(tokenizer, engine.vocab_size)
 
     @property
@@ -484,7 +481,9 @@ class LLM(Uncopied):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        checked = check_tools(tools, tool_choice, parallel_tool_calls)
+        checked = Tools(None)
+        if tools or tool_choice != "auto" or parallel_tool_calls is not True:
+            checked = check_tools(tools, tool_choice, parallel_tool_calls)
         is_chat = _is_chat(prompt)
         if continue_final_message and not is_chat:
             raise RequestError("continue_final_message belongs to chat messages.")
@@ -504,11 +503,15 @@ class LLM(Uncopied):
             )
         reading = None
         if is_chat or (tools is not None and not isinstance(prompt, str)):
-            reading = Reading.of(self.tokenizer, checked, ids, template_args.get("template"))
+            own = self.tokenizer, checked, ids, template_args.get("template")
+            reading = cache(partial(Reading.of, *own))  # most need it only when text arrives
         params = self._by_ids(params.resolved(self.defaults, len(ids)))
         stop_ids = self._stop_ids(params)
         schema = cast(Mapping[str, Any] | None, params.schema)
-        params, constraint = self._held(params, reading)
+        if reading is not None and (checked.offered is not None or params.constrained):
+            params, constraint = self._held(params, reading())
+        else:
+            constraint = self.constraint(params)
         generate = partial(
             self._engine.generate,
             ids,
@@ -571,14 +574,14 @@ class LLM(Uncopied):
         return stop_ids
 
     def _held(
-        self, params: SamplingParams, reading: Reading | None
+        self, params: SamplingParams, reading: Reading
     ) -> tuple[SamplingParams, Constraint | None]:
-        """The constraint of an answer, if it has one."""
-        held = params if reading is None else reading.held(params)
+        """The constraint of an answer that may have calls or thoughts, if it has one."""
+        held = reading.held(params)
         try:
             return held, self.constraint(held)
         except InferError as error:
-            if held is params or reading is None:
+            if held is params:
                 raise
             if params.constrained or reading.is_strict:
                 if isinstance(error, RequestError):
@@ -720,7 +723,7 @@ class LLM(Uncopied):
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
         """The constraint that the parameters ask for. Raises RequestError if there can be none."""
-        return self._constraints.of(params)
+        return self._constraints.of(params) if params.masked else None
 
     @cached_property
     def _runner(self) -> Runner:
@@ -1048,10 +1051,11 @@ class LLM(Uncopied):
         params: SamplingParams,
         ids: list[int],
         result: Result,
-        reading: Reading | None,
+        how: Callable[[], Reading] | None,
     ) -> Generator[Chunk, None, None]:
-        """The pieces of an answer."""
+        """The pieces of an answer. how: the way in which it is read, where it is more than text."""
         self._check_open()
+        reading = None if how is None else how()
         parser = None if reading is None else reading.parser()
         keep = None if reading is None else reading.keep
         detokenizer = StreamingDetokenizer(self.tokenizer, ids, keep)
@@ -1135,7 +1139,8 @@ class LLM(Uncopied):
     def _check_thread(self) -> None:
         """Raises RequestError if this thread is in the middle of another call, and DeviceError in
         a process that was forked."""
-        check_process()
+        if os.getpid() != self._pid:
+            check_process()
         if threading.get_ident() in self._inside:
             raise RequestError(
                 "This LLM is in the middle of another call of this thread, which a logits "
@@ -1191,7 +1196,8 @@ class LLM(Uncopied):
         self.close()
 
     def _check_open(self) -> None:
-        check_process()
+        if os.getpid() != self._pid:
+            check_process()
         if self._closing:
             raise ClosedError("This LLM has been closed. Load the model again.")
 

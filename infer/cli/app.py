@@ -75,6 +75,7 @@ from infer.cli.terminal import (
     uninterrupted,
     warnings_as_notes,
     write,
+    write_as_is,
     write_json,
 )
 from infer.kernels.errors import RequestError
@@ -582,6 +583,7 @@ def generate(stream: Stream, *, streamed: bool, quiet: bool = False) -> Result:
     """The answer; streamed: written while it comes, and its reasoning on standard error, unless
     quiet. After Ctrl-C, what there is by then."""
     written, thinking = 0, False
+    shown = visible if is_terminal(sys.stdout) else str
     try:
         for chunk in stream:
             with uninterrupted():
@@ -592,7 +594,7 @@ def generate(stream: Stream, *, streamed: bool, quiet: bool = False) -> Result:
                     if thinking and chunk.text:
                         write_note("\n\n")
                         thinking = False
-                    write(chunk.text)
+                    write_as_is(shown(chunk.text))
                 written += len(chunk.text)
     except KeyboardInterrupt:
         if streamed:
