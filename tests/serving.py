@@ -32,9 +32,8 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("msgspec")
 
 from infer.server.engine import EngineClient
-from infer.server.host import Host
 from infer.server.run import Server, listen, url
-from infer.server.service import Served, ServerOptions, Service
+from infer.server.service import Host, Served, ServerOptions, Service
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

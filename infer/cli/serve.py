@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from infer.engine.pages import PoolStats
     from infer.keywords import Progress
     from infer.llm import LLM
-    from infer.server.host import Host
+    from infer.server.service import Host
 
 
 class LogLevel(StrEnum):
@@ -232,10 +232,9 @@ def serve(
                 "--draft-quantize can only be given with a single model."
             )
         with needs_extra("infer serve"):
-            from infer.server.host import Host
             from infer.server.run import is_local, listen, logging_to_stderr, url
             from infer.server.run import serve as serve_until_signal
-            from infer.server.service import ServerOptions
+            from infer.server.service import Host, ServerOptions
         from infer.engine.host_memory import CAN_SHARE, HostMemory
         from infer.text.chat import own_template
 

@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from starlette.requests import Request
+
+from infer.foreign import shown
 from infer.server.errors import ApiError
 
 
@@ -110,6 +113,37 @@ class Body:
         if self._has_turn:
             self._has_turn = False
             self._bodies.turns.release()
+
+
+async def read_body(request: Request, bodies: Bodies) -> Body:
+    """The body of a request. Raises ApiError if it is too large (413), if it is compressed
+    (415), or if it comes from a web page and is not declared as JSON (415): browsers send such
+    requests for any page, without asking first."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and "origin" in request.headers:
+        raise ApiError(415, "Send JSON, with the header Content-Type: application/json.")
+    coding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
+    if coding not in ("", "identity"):
+        raise ApiError(
+            415,
+            f"The body is compressed (Content-Encoding: {shown(coding)[1:-1]}), which is not "
+            "supported: send it as it is.",
+            headers={"Accept-Encoding": "identity"},
+        )
+    transfer = request.headers.get("transfer-encoding", "chunked").strip().lower()
+    if transfer != "chunked":
+        raise ApiError(501, f"The transfer coding {shown(transfer)} is not supported: chunked is.")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > bodies.most:
+        raise too_large(bodies.most)
+    body = Body(bodies)
+    try:
+        async for part in request.stream():
+            body.add(part)
+    except BaseException:
+        body.release()
+        raise
+    return body
 
 
 def too_large(most: int) -> ApiError:

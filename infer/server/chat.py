@@ -49,11 +49,13 @@ def read(call: Call[ChatRequest]) -> Job:
         max_tokens=other if own is None else own,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
-    tools = ToolOptions(
-        tools=request.tools or [],
-        tool_choice=request.tool_choice,
-        parallel_tool_calls=request.parallel_tool_calls,
-    )
+    tools = ToolOptions()
+    if request.tools or request.tool_choice != "auto" or not request.parallel_tool_calls:
+        tools = ToolOptions(
+            tools=request.tools or [],
+            tool_choice=request.tool_choice,
+            parallel_tool_calls=request.parallel_tool_calls,
+        )
     return Job(
         [read_messages(request.messages, call.service.engine.template)],
         "messages",

@@ -15,11 +15,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from infer.server.admission import Body
+from infer.server.admission import Body, read_body
+from infer.server.engine import in_thread
 from infer.server.errors import ApiError
 from infer.server.protocol import RequestT, parse
 from infer.server.service import Served, Service
-from infer.server.threads import in_thread
 from infer.server.wire import JSONResponse
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class Endpoint(Generic[RequestT]):
         self._without_model = without_model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await self._served.read_body(HttpRequest(scope, receive))
+        body = await read_body(HttpRequest(scope, receive), self._served.bodies)
         try:
             with suppress(ClientDisconnect):
                 work = self._work(body, scope, send)

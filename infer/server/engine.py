@@ -21,12 +21,24 @@ from infer.llm import LLM, Prompt
 from infer.models.loading.plan import Summary
 from infer.results import Chunk, Result, TokenLogprob
 from infer.sampling import SamplingParams
-from infer.server.threads import in_thread
 from infer.text.infill import Infill
 from infer.text.tools import ToolOptions
 
 T = TypeVar("T")
 _SHORT = 1000  # tokens, or characters of a text: to hand it to a thread takes as long as to do it
+
+
+async def in_thread(work: Callable[[], T], stop: Callable[[], None] = lambda: None) -> T:
+    """work(), in a thread. A task that is cancelled calls `stop`, and ends when the thread does: so
+    the threads are no more than the tasks that may have one."""
+    running = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        stop()
+        await asyncio.wait([running])
+        running.exception()  # nobody else asks for it
+        raise
 
 
 class LongPromptError(RequestError):

@@ -27,10 +27,9 @@ from infer.llm import Prompt, samples
 from infer.results import Chunk, Result
 from infer.sampling import SamplingParams
 from infer.server.endpoint import Call
-from infer.server.engine import Answer, EngineClient, LongPromptError
+from infer.server.engine import Answer, EngineClient, LongPromptError, in_thread
 from infer.server.errors import ApiError, PromptTooLongError, api_error
 from infer.server.protocol import MAX_ANSWERS, RequestT, named_in
-from infer.server.threads import in_thread
 from infer.text.answer import answer_style
 from infer.text.chat import THINKING_ARGS, left_out
 from infer.text.tools import ToolOptions, check_tools
@@ -136,13 +135,12 @@ def generate(
             label = adapter or service.name
             watched = [service.metrics.watched(label, answer) for answer in opened]
             answers = Answers(model, watched, job.n)
-            format = job.format(answers)
             try:
                 if job.stream:
-                    await _stream(call, answers, format)
+                    await _stream(call, answers, job.format(answers))
                 else:
                     await _finish(answers, service.stopped)
-                    await call.reply(format.whole())
+                    await call.reply(job.format(answers).whole())
             finally:
                 call.tell(_told(answers))
 
@@ -189,7 +187,7 @@ async def _open(call: Call[Any], job: Job, adapter: str | None) -> list[Answer]:
 def _template_args(job: Job) -> dict[str, Any]:
     """The variables that the chat template may read, with the functions offered as `tools`."""
     args = dict(job.template_args)
-    offered = check_tools(**(job.tools or {})).offered or ()
+    offered = (check_tools(**job.tools).offered or ()) if job.tools else ()
     if listed := [tool for tool in offered if tool["function"]["name"] not in job.unlisted]:
         args["tools"] = listed
     return args

@@ -16,9 +16,8 @@ import uvicorn
 
 from infer.kernels.errors import RequestError
 from infer.server.app import create_app
-from infer.server.host import Host
 from infer.server.http import ACCEPTED, BACKLOG, IDLE_SECONDS, Connection, State
-from infer.server.service import Served
+from infer.server.service import Host, Served
 
 DRAIN_SECONDS = 30  # that running answers have after a signal
 _LAST_SECONDS = 5  # that connections have after that, whose clients have been told

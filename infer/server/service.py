@@ -1,28 +1,45 @@
-"""The code that all endpoints share: options, models by name, bodies of requests."""
+"""The models of a server. Each is loaded in a process of its own when it is first asked for. When
+memory runs out, the model that was used longest ago is unloaded."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-from msgspec.structs import replace
-from starlette.requests import Request
+from msgspec import structs
 
+from infer.engine.host_memory import HostMemory
 from infer.foreign import shown
-from infer.kernels.errors import RequestError
-from infer.server.admission import Admission, Bodies, Body, too_large
-from infer.server.engine import EngineClient
+from infer.kernels.errors import (
+    ClosedError,
+    DeviceError,
+    InferError,
+    ModelError,
+    RequestError,
+    TokenizerError,
+)
+from infer.keywords import Progress
+from infer.llm import LLM
+from infer.server.admission import Admission, Bodies
+from infer.server.engine import EngineClient, LLMClient
 from infer.server.errors import ApiError
 from infer.server.metrics import Metrics
 from infer.server.protocol import Gpu, Health, Model, Models
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MOST_WAITING = 256  # requests, for models that are being loaded
+STALLED = 60.0  # seconds without a sign of life after which an engine counts as failed
 
 # Warnings in the log, and their characters: some have words of clients in them.
 _MOST_NOTED, _LONGEST = 1000, 500
@@ -92,38 +109,6 @@ class Served(ABC):
     def drain(self) -> None:
         """Let nothing begin any more."""
 
-    async def read_body(self, request: Request) -> Body:
-        """The body of a request. Raises ApiError if it is too large (413), if it is compressed
-        (415), or if it comes from a web page and is not declared as JSON (415): browsers send such
-        requests for any page, without asking first."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json" and "origin" in request.headers:
-            raise ApiError(415, "Send JSON, with the header Content-Type: application/json.")
-        coding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
-        if coding not in ("", "identity"):
-            raise ApiError(
-                415,
-                f"The body is compressed (Content-Encoding: {shown(coding)[1:-1]}), which is not "
-                "supported: send it as it is.",
-                headers={"Accept-Encoding": "identity"},
-            )
-        transfer = request.headers.get("transfer-encoding", "chunked").strip().lower()
-        if transfer != "chunked":
-            raise ApiError(
-                501, f"The transfer coding {shown(transfer)} is not supported: chunked is."
-            )
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self.bodies.most:
-            raise too_large(self.bodies.most)
-        body = Body(self.bodies)
-        try:
-            async for part in request.stream():
-                body.add(part)
-        except BaseException:
-            body.release()
-            raise
-        return body
-
 
 @dataclass
 class Service(Served):
@@ -170,8 +155,12 @@ class Service(Served):
             context=self.engine.context,
             gpu=Gpu(gpu.name, gpu.kind, gpu.backend, gpu.driver, gpu.webgpu),
         )
-        adapters = [replace(own, id=name, parent=self.name) for name in self.engine.adapters]
-        others = [replace(own, id=name, root=self.name) for name in self.names[1:] if name != "*"]
+        adapters = [
+            structs.replace(own, id=name, parent=self.name) for name in self.engine.adapters
+        ]
+        others = [
+            structs.replace(own, id=name, root=self.name) for name in self.names[1:] if name != "*"
+        ]
         return Models([own, *others, *adapters])
 
     def services(self) -> list[Service]:
@@ -192,6 +181,342 @@ class Service(Served):
 
     def drain(self) -> None:
         self.admission.draining = True
+
+
+class Source(Protocol):
+    """Where a model comes from. Its methods may take long."""
+
+    def find(self, progress: Progress) -> str:
+        """Fetch its files. Returns the model's name."""
+
+    def load(self, progress: Progress) -> LLM: ...
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A model. names: its own and those of its adapters, once it was loaded. users: requests that
+    use it now. waiting: requests that wait for it. used: when it was last used or loaded; 0 before.
+    leaves: whether it is unloaded as soon as nobody uses it. expires: the timer that does so
+    later."""
+
+    source: Source
+    name: str = ""
+    names: tuple[str, ...] = ()
+    llm: LLM | None = None
+    service: Service | None = None
+    loading: asyncio.Task[Service] | None = None
+    users: int = 0
+    waiting: int = 0
+    used: float = 0.0
+    leaves: bool = False
+    expires: asyncio.TimerHandle | None = None
+
+
+@dataclass(eq=False)
+class Host(Served):
+    """All models of a server.
+
+    keep_alive: seconds after which an unused model is unloaded; None: never. ready: called once it
+    answers. webgpu: the library that `sources` load for. ended: called when it can answer no more;
+    `error` says why. memory: what the GPU has no room for is kept there, of all models.
+    """
+
+    sources: Sequence[Source]
+    options: ServerOptions
+    keep_alive: float | None = None
+    ready: Callable[[Host], None] = lambda host: None
+    webgpu: str | None = None
+    ended: Callable[[], None] = lambda: None
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    metrics: Metrics = field(default_factory=Metrics)
+    created: int = field(default_factory=lambda: int(time.time()))
+    error: Exception | None = None
+    memory: HostMemory | None = None
+
+    def __post_init__(self) -> None:
+        self.bodies = Bodies(self.options.max_body)
+        self._entries = [_Entry(source) for source in self.sources]
+        self._loads = asyncio.Lock()
+        self._freed = asyncio.Condition()  # a model has a user less
+        self._found = asyncio.Event()  # the files of all models
+        self._draining = False
+        self._waiting = 0  # requests, for a model
+        self._report = "", 0, 0
+        self._tasks = set[asyncio.Task[None]]()
+
+    # From its start to its end
+
+    def start(self) -> None:
+        """Find all models, and load the only one."""
+        self._loop = asyncio.get_running_loop()
+        self._do(self._start())
+
+    async def _start(self) -> None:
+        try:
+            for entry in self._entries:
+                found = await self._in_thread(entry.source.find)
+                entry.name = names_of(self.options, found)[0]
+                if any(entry.name == each.name for each in self._entries if each is not entry):
+                    raise RequestError(f"Two models are called {shown(entry.name)}: give one.")
+            self._found.set()
+            if len(self._entries) == 1:
+                await self._loaded(self._entries[0])
+            self.ready(self)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._draining:
+            self.error = error
+            self.ended()
+
+    def drain(self) -> None:
+        self._draining = True
+        for entry in self._entries:
+            if entry.service is not None:
+                entry.service.admission.draining = True
+        self._found.set()
+
+    def close(self) -> None:
+        """End the processes of all models."""
+        self._draining = True
+        if self.memory is not None:
+            self.memory.is_ending = True
+        for entry in self._entries:
+            if entry.llm is not None:
+                entry.llm.close()
+        if self.memory is not None:
+            self.memory.close()
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Models that are served
+
+    def models(self) -> Models:
+        found: list[Model] = []
+        for entry in self._entries:
+            if entry.service is not None:
+                found += entry.service.models().data
+            elif entry.name:
+                found.append(Model(id=entry.name, created=self.created))
+        return Models(found)
+
+    def health(self) -> Health:
+        if self._draining:
+            return Health("draining", "The server is shutting down.")
+        if self.error is not None:
+            return Health("failed", str(self.error))
+        alone = self._entries[0] if len(self._entries) == 1 else None
+        never_used = alone is not None and alone.service is None and not alone.used
+        what, done, total = self._report
+        doing, progress = _DOING.get(what, "opening"), done / total if total else 0.0
+        if not self._found.is_set() or never_used:
+            return Health("loading", doing, progress)
+        fine = Health("ok")
+        for entry in self._entries:
+            if entry.service is None or entry.llm is None:
+                continue
+            health = entry.service.health()
+            if health.status != "ok":
+                return health
+            fine = health
+            if entry.llm.restarts:
+                return Health("restarting", f"The engine of {entry.name} is started again.")
+            if entry.llm.silent > STALLED:
+                return Health(
+                    "stalled",
+                    f"The engine of {entry.name} has not answered for {entry.llm.silent:.0f} s.",
+                )
+        for entry in self._entries:
+            if entry.loading is not None and not entry.loading.done():
+                doing = f"Loading {entry.name}: {doing}"
+                return Health("ok", doing, progress, fine.webgpu)
+        return fine
+
+    @property
+    def only(self) -> LLM | None:
+        """The model, if there is only one."""
+        return self._entries[0].llm if len(self._entries) == 1 else None
+
+    def services(self) -> list[Service]:
+        """The services of the models that are loaded."""
+        return [entry.service for entry in self._entries if entry.service is not None]
+
+    # Use
+
+    @asynccontextmanager
+    async def using(self, model: str | None) -> AsyncIterator[Service]:
+        if self._waiting >= MOST_WAITING:
+            raise ApiError(
+                503,
+                f"A model is being loaded, {MOST_WAITING} requests wait for it, and no more are "
+                "taken. Try again later.",
+                code="loading",
+                headers={"Retry-After": "5"},
+            )
+        self._waiting += 1
+        try:
+            await self._found.wait()
+            entry = self._entry(model)
+            entry.waiting += 1
+            try:
+                service = await self._loaded(entry)
+            except (RequestError, TokenizerError) as error:  # of options and files, not of this one
+                raise ModelError(f"{entry.name} cannot be loaded: {error}") from error
+            finally:
+                entry.waiting -= 1
+        finally:
+            self._waiting -= 1
+        entry.users += 1
+        entry.leaves = False  # who comes last decides
+        try:
+            yield service
+        finally:
+            entry.users -= 1
+            entry.used = time.monotonic()
+            if not entry.users:
+                self._idle(entry)
+
+    def _entry(self, model: str | None) -> _Entry:
+        if self._draining:
+            raise ApiError(503, "The server is shutting down.")
+        first = self._entries[0]
+        if model is None:
+            return first
+        if len(self._entries) == 1:
+            if first.names:
+                find(model, first.names)
+            return first
+        name = find(model, [entry.name for entry in self._entries])
+        return next(entry for entry in self._entries if entry.name == name)
+
+    def _idle(self, entry: _Entry) -> None:
+        async def tell() -> None:
+            async with self._freed:
+                self._freed.notify_all()
+
+        self._do(tell())
+        if entry.expires is not None:
+            entry.expires.cancel()
+        if entry.service is None:
+            return
+        seconds = 0.0 if entry.leaves else self.keep_alive
+        if seconds is not None:
+            entry.expires = self._loop.call_later(seconds, lambda: self._do(self._expire(entry)))
+
+    async def unload(self, model: str | None) -> str:
+        await self._found.wait()
+        entry = self._entry(model)
+        if entry.service is None:
+            return entry.name
+        name, _ = entry.service.model(model)
+        entry.leaves = True
+        if not entry.users:
+            self._idle(entry)
+        return name
+
+    async def _expire(self, entry: _Entry) -> None:
+        async with self._loads:
+            used = entry.users or entry.waiting
+            if not used and entry.service is not None and not self._draining:
+                await self._unload(entry)
+
+    # Loading
+
+    async def _loaded(self, entry: _Entry) -> Service:
+        while entry.service is None:
+            if entry.loading is None or entry.loading.done():
+                entry.loading = asyncio.ensure_future(self._load(entry))
+            stopping = asyncio.ensure_future(self.stopped.wait())
+            try:  # one who gives up does not end it for others
+                await asyncio.wait([entry.loading, stopping], return_when="FIRST_COMPLETED")
+            finally:
+                stopping.cancel()
+            if not entry.loading.done():
+                raise ApiError(503, "The server is shutting down.")
+            entry.loading.result()
+        return entry.service
+
+    async def _load(self, entry: _Entry) -> Service:
+        async with self._loads:
+            while True:
+                self._report = "", 0, 0
+                try:
+                    llm = await self._in_thread(entry.source.load)
+                    break
+                except DeviceError:  # out of memory, or what a driver makes of that
+                    others = [each for each in self._entries if each.service is not None]
+                    if not others:
+                        raise
+                    await self._unload(min(others, key=lambda each: (each.users > 0, each.used)))
+            llm.watch(self._lost)
+            try:
+                options = replace(self.options, names=names_of(self.options, entry.name))
+                service = Service(LLMClient(llm), options, self.stopped, self.metrics)
+            except BaseException:
+                llm.close()
+                raise
+            entry.llm, entry.service, entry.used = llm, service, time.monotonic()
+            entry.names = (*service.names, *llm.adapters)
+            service.admission.draining = self._draining
+            self._idle(entry)  # those who wait for it are its users from now on
+            return service
+
+    def _lost(self, error: InferError) -> None:
+        """In another thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._fail, error)
+
+    async def _unload(self, entry: _Entry) -> None:
+        """Unload a model once nobody uses it. Requests that come meanwhile have it loaded again."""
+        llm, entry.service = entry.llm, None
+        async with self._freed:
+            await self._freed.wait_for(lambda: not entry.users)
+        entry.llm = None
+        assert llm is not None
+        await self._in_thread(lambda _: llm.close())
+
+    async def _in_thread(self, work: Callable[[Progress], T]) -> T:
+        """Run it in a thread that does not keep the program from ending."""
+        future = self._loop.create_future()
+
+        def progress(what: str, done: int, total: int) -> None:
+            if self._draining:
+                raise ClosedError("The server is shutting down.")
+            self._report = what, done, total
+
+        def run() -> None:
+            try:
+                result, error = work(progress), None
+            except BaseException as raised:
+                result, error = None, raised
+
+            def tell() -> None:
+                if future.cancelled():
+                    return
+                if error is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(error)
+
+            try:
+                self._loop.call_soon_threadsafe(tell)
+            except RuntimeError:  # the loop is closed
+                if isinstance(result, LLM):
+                    result.close()
+
+        threading.Thread(target=run, name="infer load", daemon=True).start()
+        return await future  # type: ignore[no-any-return]
+
+
+_DOING = {
+    "download": "fetching the model",
+    "weights": "reading weights",
+    "kernels": "compiling kernels",
+}
 
 
 def names_of(options: ServerOptions, own: str) -> tuple[str, ...]:

@@ -769,7 +769,7 @@ def test_options_of_the_server_are_passed_on(
         raise DeviceError("seen enough")
 
     # Not by its path: a test has imported the package anew.
-    monkeypatch.setattr(import_module("infer.server.host"), "Host", host)
+    monkeypatch.setattr(import_module("infer.server.service"), "Host", host)
     flags = "--port 0 --api-key a --api-key b --cors-origin https://example.org --strict "
     flags += "--allowed-host example.org"
     assert (

@@ -25,8 +25,7 @@ from infer.kernels.errors import InferError, NoChatTemplateError
 from infer.llm import Prompt
 from infer.results import Chunk, Result
 from infer.sampling import SamplingParams
-from infer.server.host import Host
-from infer.server.service import ServerOptions
+from infer.server.service import Host, ServerOptions
 
 __all__ = ["fakes"]  # a fixture
 

@@ -53,12 +53,11 @@ from infer.llm import Prompt
 from infer.sampling import SamplingParams
 from infer.server.engine import LLMClient
 from infer.server.generation import _Inbox
-from infer.server.host import Host
 from infer.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest
 from infer.server.responses import ResponsesRequest
 from infer.server.run import listen
 from infer.server.run import serve as serve_until_signal
-from infer.server.service import ServerOptions, Service
+from infer.server.service import Host, ServerOptions, Service
 
 pytestmark = pytest.mark.demo
 
@@ -1001,7 +1000,7 @@ def test_the_server_answers_while_it_loads(
     fakes: list[FakeModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = fakes[0]
-    monkeypatch.setattr("infer.server.host.MOST_WAITING", 1)
+    monkeypatch.setattr("infer.server.service.MOST_WAITING", 1)
     model.go_on.clear()
     host = Host([model], ServerOptions())
     with serving(host) as address:
