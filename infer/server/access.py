@@ -23,8 +23,8 @@ from infer.server.errors import ApiError, respond
 log = logging.getLogger(__name__)
 
 
-# Addresses that no page of the public web has: RFC 1918 and RFC 4193, and names that the public DNS
-# never has.
+# Networks in which no page of the public web lies (RFC 1918 and RFC 4193), and endings of names
+# that the public DNS never has.
 _PRIVATE = [
     ip_network(each) for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
 ]
@@ -33,15 +33,16 @@ _LOCAL = ".internal", ".local", ".localhost"
 
 
 class Hosts:
-    """Admits requests that call the server by a name of its own.
+    """Admits requests that call the server by one of its own names.
 
-    A page of the web can have its name mean this machine (DNS rebinding). To a browser it is of the
-    same origin then, and reads what it asks for; but its requests still have its name. What is
-    admitted is what Ollama admits since CVE-2024-28224.
+    A page of the web can have its name resolve to this machine (DNS rebinding). To a browser the
+    server is then of the page's own origin, and the page reads what it asks for; but its requests
+    still carry the page's name. Admitted are the names that Ollama admits since CVE-2024-28224.
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str] | None) -> None:
-        """names: beside those of this machine. None, or "*" among them: any."""
+        """names: names of the server beside this machine's own. None, or "*" among them: any
+        name."""
         self._app = app
         self._names: frozenset[str] | None = None
         if names is not None and "*" not in names:
@@ -58,7 +59,7 @@ class Hosts:
 
     def _error(self, scope: Scope) -> ApiError | None:
         hosts = Headers(scope=scope).getlist("host")
-        if not hosts and scope["http_version"] in ("0.9", "1.0"):  # of no browser
+        if not hosts and scope["http_version"] in ("0.9", "1.0"):  # no browser sends such a request
             return None
         called = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
         if called is None:
@@ -75,7 +76,7 @@ class Hosts:
 
 
 def _is_local(name: str) -> bool:
-    """Whether a name or an address is of this machine or its network, whoever asks."""
+    """Whether a name or an address always means this machine or its network."""
     try:
         address = ip_address(name.strip("[]"))
     except ValueError:
@@ -86,8 +87,8 @@ def _is_local(name: str) -> bool:
 
 
 class Guard:
-    """Admits requests with a valid key, and passes the key on: what is cached for a request is
-    found only by requests with the same key."""
+    """Admits requests with a valid API key. The key's hash becomes the salt of the cache, so that
+    only requests with this key find what was cached for it."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], free: Sequence[str]) -> None:
         """free: paths that need no key."""
@@ -97,7 +98,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._keys and scope["type"] == "http" and scope["path"] not in self._free:
             given = _given(Headers(scope=scope))
-            # All of them are compared, so that the time tells nothing.
+            # All keys are compared, so that the time tells nothing about them.
             if not any([hmac.compare_digest(given, key) for key in self._keys]):
                 error = ApiError(
                     401,
@@ -113,7 +114,8 @@ class Guard:
 
 
 def _given(headers: Headers) -> bytes:
-    """The key, from the header of OpenAI's and Ollama's clients, or from Anthropic's."""
+    """Returns the API key of a request, from the header of OpenAI's and Ollama's clients, or from
+    the header of Anthropic's."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         key = headers.get("x-api-key", "")
@@ -121,18 +123,19 @@ def _given(headers: Headers) -> bytes:
 
 
 class AccessLog:
-    """Logs who asked for what, the status, and the time it took, and of answers how many tokens
-    they have and where the time went; nothing of their content."""
+    """Logs for each request who asked for what, the status and the time it took, and for answers
+    how many tokens they have and where the time went. Nothing of their content is logged."""
 
     def __init__(self, app: ASGIApp, quiet: Sequence[str]) -> None:
-        """quiet: paths that are polled, and not logged."""
+        """quiet: paths that are polled; they are logged at the level DEBUG."""
         self._app, self._quiet = app, quiet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begun, status = time.monotonic(), "-"  # where the client goes away before
+        # The status stays "-" if the client goes away before there is one.
+        begun, status = time.monotonic(), "-"
 
         async def noticed(message: Message) -> None:
             nonlocal status
@@ -142,7 +145,7 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, noticed)
-        except asyncio.CancelledError:  # a second Ctrl-C, which is no error
+        except asyncio.CancelledError:  # after a second Ctrl-C, which is no error
             if status == "-":
                 error = ApiError(503, "The server is shutting down.")
                 await (await respond(Request(scope), error))(scope, receive, noticed)

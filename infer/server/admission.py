@@ -13,18 +13,19 @@ from infer.server.errors import ApiError
 
 
 class Admission:
-    """Counts answers from their request to their end. For one thread."""
+    """Counts the answers of a model from their request to their end. Only one thread may use it."""
 
     def __init__(self, most: int) -> None:
-        """most: the most answers that are generated or wait. A request with room for one of its
-        answers is admitted with all of them."""
+        """most: the most answers that are generated or wait. A request is admitted with all of its
+        answers as long as there is room for one."""
         self.most = most
         self.count = 0
-        self.draining = False  # what runs may end, and nothing begins
+        self.draining = False  # answers that run may end, and none begins
 
     @contextmanager
     def admitted(self, answers: int) -> Iterator[None]:
-        """A block in which these answers count. Raises ApiError (429, 503)."""
+        """Opens a block in which these answers count. Raises ApiError: 429 if there are too many,
+        503 if the server is shutting down."""
         if self.draining:
             raise ApiError(503, "The server is shutting down.")
         if self.count >= self.most:
@@ -42,25 +43,26 @@ class Admission:
             self.count -= answers
 
 
-LARGE = 1 << 18  # bytes of a body, beyond which it takes turns
-_TURNS = 2  # large bodies that are in work at the same time
-# How many of the largest size all bodies together may reach. A large one is refused before that.
+LARGE = 1 << 18  # bytes: a body with more takes turns
+_TURNS = 2  # the most large bodies in work at the same time
+# All bodies together may have as many bytes as _MOST of the largest size. Large bodies are refused
+# from _MOST_LARGE on, so that small ones still come in.
 _MOST, _MOST_LARGE = 16, 12
 
 
 class Bodies:
-    """The bodies of requests, each from its first byte until it is token ids. Large ones take
-    turns, and leave room for others. For one thread."""
+    """The bodies of all requests, each from its first byte until it is token ids. Large bodies take
+    turns, and leave room for others. Only one thread may use it."""
 
     def __init__(self, most: int) -> None:
-        """most: bytes of one."""
+        """most: the most bytes of one body."""
         self.most = most
         self.nbytes = 0
         self.turns = asyncio.Semaphore(_TURNS)
 
 
 class Body:
-    """The body of a request."""
+    """The body of one request."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
@@ -73,7 +75,8 @@ class Body:
         return self._nbytes > LARGE
 
     def add(self, part: bytes) -> None:
-        """Raises ApiError (413, 503)."""
+        """Adds a part that has arrived. Raises ApiError: 413 if the body is too large, 503 if all
+        bodies together take too much memory."""
         self._data += part
         self._nbytes += len(part)
         self._bodies.nbytes += len(part)
@@ -89,7 +92,8 @@ class Body:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """A block in which it is worked on, until it is released."""
+        """Opens a block in which the body is worked on. A large body waits for its turn, which
+        lasts until the body is released."""
         if self.is_large:
             await self._bodies.turns.acquire()
             self._has_turn = True
@@ -99,12 +103,12 @@ class Body:
             self._end_turn()
 
     def take(self) -> bytearray:
-        """The data, which it has no more."""
+        """Returns the data, and keeps none of it."""
         data, self._data = self._data, bytearray()
         return data
 
     def release(self) -> None:
-        """It is needed no more. May be called twice."""
+        """Takes note that the body is needed no more. It may be called twice."""
         self._bodies.nbytes -= self._nbytes
         self._nbytes = 0
         self._end_turn()
@@ -116,9 +120,9 @@ class Body:
 
 
 async def read_body(request: Request, bodies: Bodies) -> Body:
-    """The body of a request. Raises ApiError if it is too large (413), if it is compressed
-    (415), or if it comes from a web page and is not declared as JSON (415): browsers send such
-    requests for any page, without asking first."""
+    """Reads the body of a request. Raises ApiError: 413 if it is too large; 415 if it is
+    compressed, or if it comes from a web page and is not declared as JSON, because browsers send
+    such requests for any page without asking first; 501 if its transfer coding is not chunked."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and "origin" in request.headers:
         raise ApiError(415, "Send JSON, with the header Content-Type: application/json.")

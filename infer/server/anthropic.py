@@ -31,7 +31,7 @@ class TextBlock(Struct, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
-    """signature: of ours there is none."""
+    """A block of reasoning. signature: empty in our answers, since this server signs nothing."""
 
     thinking: str
     signature: str = ""
@@ -54,7 +54,8 @@ class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
 
 
 class ToolReferenceBlock(Struct, tag_field="type", tag="tool_reference"):
-    """A tool that a client's search has found, which is described here: see `_Reader`."""
+    """The name of a tool that a client's search has found. The tool is described to the model where
+    this block stands: see `_Reader`."""
 
     tool_name: str
 
@@ -68,20 +69,22 @@ Block = (
     | ToolReferenceBlock
 )
 _KINDS = {str(kind.__struct_config__.tag): kind for kind in get_args(Block)}
-# Blocks of old messages that are left out with a warning: tools that Anthropic's server has run.
+# Types of blocks that are left out of old messages, with a warning: they tell of tools that
+# Anthropic's server has run.
 _HARMLESS = re.compile(r"server_tool_use|mcp_tool_use|\w+_tool_result")
 
 
 class Message(Struct):
-    """content: a text, or blocks."""
+    """A message of a chat. content: a text, or a list of blocks."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
 
 class Tool(Struct):
-    """type: None or "custom" for functions; others run on Anthropic's servers. defer_loading: it is
-    not described until a ToolReferenceBlock names it, and cannot be called before."""
+    """A tool of a request. type: None or "custom" for functions; tools of other types run on
+    Anthropic's servers. defer_loading: the tool is not described, and cannot be called, until a
+    ToolReferenceBlock names it."""
 
     name: str = ""
     description: str = ""
@@ -138,7 +141,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 def read(call: Call[MessagesRequest]) -> Job:
-    """Raises ApiError (400)."""
+    """Reads a request of /v1/messages as a job. Raises ApiError (400) for messages or parameters
+    that are not understood."""
     request = call.request
     config = request.output_config or OutputConfig()
     params = params_of(
@@ -166,7 +170,7 @@ async def count_tokens(call: Call[CountTokensRequest]) -> None:
 
 
 def _read_chat(call: Call[Any]) -> Job:
-    """The job of a request's messages, which generates nothing."""
+    """Reads a request's messages and tools as a job that generates nothing."""
     request: CountTokensRequest = call.request
     reader = _Reader(request.tools, call.warnings)
     system = reader.text(request.system)
@@ -181,19 +185,19 @@ def _read_chat(call: Call[Any]) -> Job:
     if thinking is not None and thinking.type != "disabled":
         effort = (request.output_config or OutputConfig()).effort or "medium"
     args = reasoning_args("high" if effort in ("xhigh", "max") else effort)
-    if messages and messages[-1]["role"] == "assistant":  # it is begun, and goes on
+    if messages and messages[-1]["role"] == "assistant":  # the answer is begun, and goes on
         args["continue_final_message"] = True
     tools, unlisted = _tools(request, reader.found, call.warnings)
     return Job([messages], "messages", None, MessagesFormat, args, tools, unlisted, counts=True)
 
 
 class _Reader:
-    """Messages in OpenAI's form, in which results of tools are messages. is_old: whether others
-    follow. found: the tools that blocks refer to. Raises ApiError (400) for blocks that are not
-    understood.
+    """Turns a request's messages into messages in OpenAI's form, in which a tool's result is a
+    message of its own. is_old: whether other messages follow. found: the names of the tools that
+    blocks refer to. Raises ApiError (400) for blocks that are not understood.
 
-    A tool is described where a block refers to it, as Anthropic's API does: the prompt before stays
-    what it was, and is found in the cache.
+    A tool is described where a block refers to it, as in Anthropic's API: the prompt up to there
+    stays what it was, and is found in the cache.
     """
 
     def __init__(self, tools: Sequence[Tool], warnings: list[str]) -> None:
@@ -204,7 +208,7 @@ class _Reader:
 
     def messages(self, message: Message) -> Iterator[dict[str, Any]]:
         role, content = message.role, message.content
-        if role == "system":  # in the middle of a chat
+        if role == "system":  # a system message in the middle of a chat
             role, content = "user", unbilled(content)
             if message.content and not content:
                 return
@@ -241,7 +245,8 @@ class _Reader:
             yield own
 
     def text(self, content: str | list[dict[str, Any]]) -> str:
-        """The text of a message's content: a string, or the strings of its blocks joined."""
+        """Returns the text of a message's content: the string itself, or the strings of the blocks,
+        joined."""
         if isinstance(content, str):
             return content
         texts = []
@@ -257,7 +262,7 @@ class _Reader:
         return "\n\n".join(filter(None, [*texts, self._described(found)]))
 
     def _described(self, names: Sequence[str]) -> str:
-        """Descriptions of tools, in the form that Claude Code announces to the model."""
+        """Describes tools to the model, in the words in which Claude Code announces tools."""
         lines = []
         for name in names:
             if (tool := self._tools.get(name)) is None:
@@ -285,8 +290,8 @@ class _Reader:
 def _tools(
     request: CountTokensRequest, found: Collection[str], warnings: list[str]
 ) -> tuple[ToolOptions, frozenset[str]]:
-    """What an answer may call, and the names of those tools that messages describe. found: the
-    names of tools that messages refer to."""
+    """Returns the functions that an answer may call, and the names of the functions among them that
+    messages describe. found: the names of the tools that messages refer to."""
     others = [tool.type for tool in request.tools if not tool.runs_here]
     warnings += [f"The tool {shown(kind)} is not here. It was left out." for kind in others]
     deferred = {tool.name for tool in request.tools if tool.runs_here and tool.defer_loading}
@@ -327,7 +332,8 @@ class TokensCount(Struct):
 
 
 class Usage(Struct):
-    """input_tokens: without those that were cached."""
+    """How many tokens an answer took. input_tokens: tokens of the prompt that were not in the
+    cache."""
 
     input_tokens: int
     output_tokens: int
@@ -346,7 +352,8 @@ class Answer(Struct, kw_only=True, tag_field="type", tag="message"):
 
 
 class MessagesFormat:
-    """A `generation.Format`: one message, a stream of which goes block by block."""
+    """Writes an answer as one message (a `generation.Format`). A stream of it goes block by
+    block."""
 
     media_type = EVENT_STREAM
     keepalive = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -354,12 +361,12 @@ class MessagesFormat:
     def __init__(
         self, answers: Answers, thinks: bool = False, max_tokens: int | None = None
     ) -> None:
-        """thinks: whether the client asked for reasoning; else it is left out. max_tokens: of the
-        answer; fewer can be all that the context has room for."""
+        """thinks: whether the client asked for reasoning; else reasoning is left out. max_tokens:
+        the limit of the answer that the client gave; the context may have had room for less."""
         self._answers, self._thinks, self._max_tokens = answers, thinks, max_tokens
         self._begun = False
-        self._index = -1  # of the last block
-        self._open = ""  # its type, until it ends
+        self._index = -1  # the index of the last block
+        self._open = ""  # the type of the open block, empty if none is open
 
     def whole(self) -> Answer:
         (result,) = self._answers.results
@@ -374,7 +381,7 @@ class MessagesFormat:
         return self._message(content, *self._stop(result), _usage(result))
 
     def begin(self) -> bytes:
-        return b""  # until it is known how much the cache had
+        return b""  # sent with the first piece: only then it is known how much the cache had
 
     def _begin(self) -> bytes:
         if self._begun:
@@ -422,8 +429,8 @@ class MessagesFormat:
         return _event("error", **anthropic_body(error))
 
     def _in_block(self, block: TextBlock | ThinkingBlock | ToolUseBlock) -> bytes:
-        """Returns the events before a piece of such a block: none if one is open, or else the end
-        of the open block and the beginning of this one."""
+        """Returns the events that come before a piece of a block of this type: none if such a block
+        is open, else the end of the open block and the beginning of a new one."""
         kind = str(block.__struct_config__.tag)
         if kind == self._open:
             return b""
@@ -442,7 +449,8 @@ class MessagesFormat:
         return _event("content_block_stop", index=self._index)
 
     def _stop(self, result: Result) -> tuple[str, str | None]:
-        """Why it ended, and by which stop sequence."""
+        """Returns the reason for which the answer ended, and the stop sequence that ended it, or
+        None."""
         if result.finish_reason == "stop" and result.stop_string is not None:
             return "stop_sequence", result.stop_string
         if result.finish_reason == "length" and result.completion_tokens < (self._max_tokens or 0):

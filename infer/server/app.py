@@ -62,12 +62,13 @@ from infer.server.wire import JSONResponse
 from infer.versions import commit, versions
 
 _HEALTH, _METRICS, _SCHEMA, _DOCS = "/health", "/metrics", "/openapi.json", "/docs"
-_FREE = "/", _HEALTH, _SCHEMA, _DOCS  # the page asks for a key where it needs one
+# Paths without a key; the page asks its user for one if the server needs it.
+_FREE = "/", _HEALTH, _SCHEMA, _DOCS
 _EVENTS, _LINES = "text/event-stream", "application/x-ndjson"
 
 
 def create_app(served: Served) -> Starlette:
-    """The ASGI application."""
+    """Returns the ASGI application that serves the models."""
     table = _Table(served)
     operations = [*_openai(table), *_anthropic(table), *_ollama(table), *_own(table)]
     described = openapi.document(operations)
@@ -110,7 +111,7 @@ class _Table:
     served: Served
 
     def get(self, path: str, summary: str, gives: Any, endpoint: Any) -> Operation:
-        """An endpoint without a body. gives: the type of its answer."""
+        """Adds an endpoint that takes no body. gives: the type of its response."""
         return Operation("GET", path, summary, endpoint, gives)
 
     def post(
@@ -123,8 +124,9 @@ class _Table:
         stream: str | None = None,
         without_model: Callable[[Served, RequestT], Coroutine[Any, Any, Any]] | None = None,
     ) -> Operation:
-        """An endpoint with a body. takes, gives: the types of request and answer. stream: the media
-        type of an answer in parts. without_model: answers what needs no model, if that is all."""
+        """Adds an endpoint that takes a body. takes, gives: the types of the request and the
+        response. stream: the media type of a response that is sent in parts. without_model: answers
+        requests that need no loaded model; it returns None for all others."""
         endpoint = Endpoint(self.served, takes, run, without_model)
         return Operation("POST", path, summary, endpoint, gives, takes, stream)
 
@@ -256,7 +258,7 @@ def _ollama(table: _Table) -> list[Operation]:
 
 def _own(table: _Table) -> list[Operation]:
     served = table.served
-    # Now: the files may change while it runs.
+    # Read now, because the files of a checkout may change while the server runs.
     told = Version(__version__, versions(served.webgpu), commit())
 
     async def health(request: Request) -> Response:
@@ -266,7 +268,7 @@ def _own(table: _Table) -> list[Operation]:
     async def measured(request: Request) -> Response:
         stats = {}
         for each in served.services():
-            with suppress(InferError):  # an engine that failed, which /health tells
+            with suppress(InferError):  # a failed engine has no statistics; /health tells of it
                 stats[each.name] = await each.engine.stats()
         return Response(served.metrics.text(stats), media_type=metrics.CONTENT_TYPE)
 
@@ -305,13 +307,13 @@ def _own(table: _Table) -> list[Operation]:
 
 
 def _without_version(path: str) -> list[str]:
-    """The other path of an endpoint of OpenAI's, for clients whose base URL has no /v1."""
+    """Returns the path of an OpenAI endpoint without /v1, for clients whose base URL lacks it."""
     is_openais = path.startswith("/v1/") and not path.startswith("/v1/messages")
     return [path.removeprefix("/v1")] if is_openais else []
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:
-    """The CORS layer for web pages of these origins."""
+    """Returns the layer that lets web pages of these origins send requests (CORS)."""
     if not origins:
         return []
     return [

@@ -1,4 +1,4 @@
-"""/v1/cache/save and /v1/cache/load: what the cache has of a prompt as a file, by a name."""
+"""/v1/cache/save and /v1/cache/load: the cache of a prompt as a file with a name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 async def save(call: Call[SaveCacheRequest]) -> None:
-    """Computes a prompt, unless the cache has it, and saves it."""
+    """Computes a prompt, unless the cache has it, and saves its cache in a file."""
     path, engine = _file(call), call.service.engine
     model, adapter = call.service.model(call.request.model)
     ids = await token_ids(call)
@@ -28,7 +28,7 @@ async def save(call: Call[SaveCacheRequest]) -> None:
 
 
 async def load(call: Call[LoadCacheRequest]) -> None:
-    """Lets prompts of the same sender go on from what was saved under a name."""
+    """Loads a saved cache, from which prompts of this sender can go on."""
     path, engine = _file(call), call.service.engine
     model, adapter = call.service.model(call.request.model)
     if not path.exists():
@@ -38,7 +38,8 @@ async def load(call: Call[LoadCacheRequest]) -> None:
 
 
 def _file(call: Call[RequestT]) -> Path:
-    """The file of a name, of the sender's API key alone. Raises ApiError (400)."""
+    """Returns the path of the file with the request's name. Each API key has files of its own.
+    Raises ApiError (400) for a wrong name, and if the server keeps no files."""
     folder, name = call.service.options.cache_folder, call.request.name
     if folder is None:
         raise ApiError(

@@ -29,11 +29,13 @@ from infer.text.chat import THINKING_ARGS
 from infer.text.tools import ToolCall as Called
 from infer.text.tools import ToolCallDelta, ToolOptions
 
-_RESERVED = {"documents", "messages", "template", "tools"}  # of chat_template_kwargs
+# Names that chat_template_kwargs must not have.
+_RESERVED = {"documents", "messages", "template", "tools"}
 
 
 def read(call: Call[ChatRequest]) -> Job:
-    """Raises ApiError (400)."""
+    """Reads a request of /v1/chat/completions as a job. Raises ApiError (400) for parameters that
+    do not fit together or are out of range."""
     request = call.request
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs belong to logprobs: true.", param="top_logprobs")
@@ -69,8 +71,8 @@ def read(call: Call[ChatRequest]) -> Job:
 
 
 def read_messages(given: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """The messages. A developer's message is the system's if the template has no such role, and
-    the assistant's refusals are text."""
+    """Returns the messages in a form that the chat template can read. A developer's message becomes
+    the system's if the template has no such role, and an assistant's refusal becomes text."""
     messages = [*map(_with_refusals, given)]
     if "developer" in template:
         return messages
@@ -79,8 +81,8 @@ def read_messages(given: list[dict[str, Any]], template: str) -> list[dict[str, 
 
 
 def _with_refusals(message: dict[str, Any]) -> dict[str, Any]:
-    """A message in which a refusal, which OpenAI has beside the content or as a part of it, is
-    text."""
+    """Returns a message in which a refusal is text. OpenAI's messages have refusals beside the
+    content, or as a part of it."""
     content, refusal = message.get("content"), message.get("refusal")
     if content is None and refusal is not None:
         return message | {"content": refusal}
@@ -96,7 +98,8 @@ def _with_refusals(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def reasoning_args(effort: str | None) -> dict[str, Any]:
-    """How much to think, under the names that templates use. None: the model decides."""
+    """Returns how much the model should think, under each of the names that templates use. effort:
+    "none", or how much; None: the model decides."""
     if effort is None:
         return {}
     thinks = effort != "none"
@@ -104,7 +107,8 @@ def reasoning_args(effort: str | None) -> dict[str, Any]:
 
 
 def template_args(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """The template arguments of a request. Raises ApiError (400)."""
+    """Returns the variables for the chat template that a request gives. Raises ApiError (400) for a
+    name that only the server may set."""
     args = dict(request.chat_template_kwargs or {})
     if reserved := _RESERVED & args.keys():
         raise ApiError(
@@ -163,7 +167,8 @@ def _delta(call: ToolCallDelta) -> ToolCall:
 
 
 def arguments_of(call: Called) -> dict[str, Any]:
-    """The arguments of a call; none if the model wrote no object of JSON."""
+    """Returns the arguments of a call; an empty dictionary if the model has not written a JSON
+    object."""
     try:
         return call.parsed()
     except ValueError:

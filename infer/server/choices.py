@@ -20,16 +20,17 @@ from infer.server.wire import EVENT_STREAM, KEEPALIVE, event
 
 
 class Choices(Protocol):
-    """How an endpoint writes answers, each with its index. For one request."""
+    """The way in which an endpoint writes the answers to one request, each by its index."""
 
-    prefix: str  # of ids
+    prefix: str  # the beginning of replies' ids
     whole_object: str
     event_object: str
 
     def whole(self, index: int, result: Result) -> msgspec.Struct: ...
 
     def begin(self, index: int) -> msgspec.Struct | None:
-        """The first events of a stream."""
+        """Returns the choice of the first event of an answer in a stream, or None if there is
+        none."""
 
     def piece(self, index: int, chunk: Chunk) -> msgspec.Struct | None: ...
 
@@ -37,7 +38,8 @@ class Choices(Protocol):
 
 
 class ChoicesFormat:
-    """A `generation.Format`."""
+    """Writes answers as replies with choices, in the form of OpenAI's endpoints (a
+    `generation.Format`)."""
 
     media_type, keepalive = EVENT_STREAM, KEEPALIVE
 
@@ -71,7 +73,7 @@ class ChoicesFormat:
         return event(error.body)
 
     def _event(self, choice: msgspec.Struct | None) -> bytes:
-        """An event with the answer at its index."""
+        """Returns the bytes of an event with one choice; none without a choice."""
         if choice is None:
             return b""
         usage: Usage | msgspec.UnsetType | None = None if self._with_usage else msgspec.UNSET

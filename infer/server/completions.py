@@ -22,7 +22,8 @@ from infer.server.protocol import (
 
 
 def read(call: Call[CompletionRequest]) -> Job:
-    """Raises ApiError (400)."""
+    """Reads a request of /v1/completions as a job. Raises ApiError (400) for parameters that do not
+    fit together."""
     request = call.request
     if request.best_of not in (None, request.n):
         raise ApiError(
@@ -53,8 +54,8 @@ def read(call: Call[CompletionRequest]) -> Job:
 
 
 def read_prompts(given: str | Sequence[str | int | list[int]], param: str) -> list[Prompt]:
-    """Returns the prompts in a text, token ids, or a list of either. Raises ApiError (400) for a
-    list that has both."""
+    """Returns the prompts of a request: a single text or list of token ids gives one prompt, a list
+    of texts or of lists of ids gives several. Raises ApiError (400) for a list that mixes kinds."""
     if isinstance(given, str):
         return [given]
     kinds = set(map(type, given))
@@ -75,20 +76,24 @@ class CompletionChoices:
 
     def __init__(self, logprobs: int | None, n: int) -> None:
         self._top, self._n = logprobs, n
-        self.prompts: list[Prompt] = []  # to be echoed
-        self._echoes: list[tuple[str, CompletionLogprobs | None]] = []  # of each
+        self.prompts: list[Prompt] = []  # the prompts that answers begin with (`echo`)
+        # Each prompt's text and log probabilities.
+        self._echoes: list[tuple[str, CompletionLogprobs | None]] = []
 
     async def read_prompts(
         self, engine: EngineClient, encoded: list[list[int]], adapter: str | None
     ) -> None:
-        """Reads the text of each prompt, and its log probabilities if asked for, to be echoed."""
+        """Reads the text of each prompt, and its log probabilities if the request asked for them,
+        so that answers can begin with the prompt (`echo`)."""
         for prompt, ids in zip(self.prompts, encoded, strict=True):
             decoded = await engine.decode(ids)
             text = prompt if isinstance(prompt, str) else decoded
             logprobs = None
             if self._top is not None:
-                first = await engine.decode(ids[:1])  # which comes after nothing
-                added = max(len(decoded) - len(text), 0)  # in front, such as BOS
+                # The first token has no probability: nothing stands before it.
+                first = await engine.decode(ids[:1])
+                # Characters of special tokens in front, such as BOS.
+                added = max(len(decoded) - len(text), 0)
                 rest = _logprobs(await engine.prompt_logprobs(ids, self._top, adapter), -added)
                 logprobs = _joined(CompletionLogprobs([first], [None], [None], [0]), rest)
             self._echoes.append((text, logprobs))
@@ -115,16 +120,19 @@ class CompletionChoices:
         return CompletionChoice(index, "", finish_reason=result.finish_reason)
 
     def _echo(self, index: int) -> tuple[str, CompletionLogprobs | None]:
-        """Returns the echoed prompt that an answer begins with, and its log probabilities."""
+        """Returns the echoed prompt that the answer at this index begins with, and the prompt's log
+        probabilities: an empty text and None if nothing is echoed."""
         return self._echoes[index // self._n] if self._echoes else ("", None)
 
 
 def _logprobs(tokens: Sequence[TokenLogprob], before: int) -> CompletionLogprobs:
-    """before: characters in front of the text in which the tokens start."""
+    """The log probabilities of tokens in the form of this API. before: how many characters stand in
+    front of the text in which the tokens' positions count."""
     written = CompletionLogprobs([], [], [], [])
     for token in tokens:
         best: dict[str, float] = {}
-        for each in (*token.top, token):  # of tokens that read alike, the best
+        # Where several tokens have one text, the most probable counts.
+        for each in (*token.top, token):
             best.setdefault(each.text, each.logprob)
         written.tokens.append(token.text)
         written.token_logprobs.append(token.logprob)

@@ -13,7 +13,8 @@ from msgspec import Struct
 from infer.engine.constraint import schema_error
 
 _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-# Whole characters of a text in JSON: of a pair of surrogates both, and no half of one.
+# The characters at the beginning of a JSON string that are whole: both escapes of a surrogate pair,
+# never one of them.
 _CHARACTERS = re.compile(
     r'(?:[^"\\]|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"
@@ -21,8 +22,8 @@ _CHARACTERS = re.compile(
 
 
 class InputFormat(Struct, kw_only=True, omit_defaults=True):
-    """What an input has to be. type: text or grammar. syntax: of the grammar, lark or regex.
-    definition: the grammar."""
+    """The form that the input of a custom tool must have. type: text or grammar. syntax: the
+    language of the grammar, lark or regex. definition: the grammar's source."""
 
     type: str = "text"
     syntax: str | None = None
@@ -30,7 +31,8 @@ class InputFormat(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def pattern(self) -> str | None:
-        """The regular expression in a JSON schema; None if there is none that can be followed."""
+        """The regular expression in which a JSON schema expresses this form; None if the form is no
+        grammar, or one that no schema can express."""
         if self.syntax != "regex" or self.definition is None:
             return None
         pattern = f"^(?:{self.definition})$"
@@ -38,8 +40,8 @@ class InputFormat(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def is_held(self) -> bool:
-        """Whether inputs are held to it. Grammars in Lark say nothing of the quotes of JSON, in
-        which most models write an input."""
+        """Whether the model's inputs are forced into this form. Grammars in Lark are not enforced:
+        they say nothing of the quotes of JSON, in which most models write an input."""
         return self.type == "text" or self.pattern is not None
 
 
@@ -49,7 +51,8 @@ def _can_be_followed(pattern: str) -> bool:
 
 
 def function_of(name: str, description: str | None, format: InputFormat) -> dict[str, Any]:
-    """A function in the form of chat completions."""
+    """Describes a custom tool as a function in the form of chat completions. The function's only
+    argument is the input."""
     text: dict[str, Any] = {"type": "string", "description": "The input, as it is."}
     if format.definition is not None:
         text["description"] += f" It matches this grammar ({format.syntax}):\n{format.definition}"
@@ -69,12 +72,13 @@ def function_of(name: str, description: str | None, format: InputFormat) -> dict
 
 
 def arguments_of(text: str) -> str:
-    """The arguments of the function for an input."""
+    """Returns the JSON arguments of the function that stand for an input."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 def input_of(arguments: str) -> str:
-    """Returns the input of a whole call: what a model has written itself if it is not such JSON."""
+    """Returns the input that a whole call's arguments hold; the arguments' own text if the model
+    has not written the expected JSON."""
     try:
         text = json.loads(arguments, strict=False)["input"]
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -83,13 +87,13 @@ def input_of(arguments: str) -> str:
 
 
 class InputReader:
-    """Reads an input as pieces of a function's arguments come."""
+    """Reads the input of a custom tool while pieces of the function's JSON arguments arrive."""
 
     def __init__(self) -> None:
         self._arguments, self._read, self.text = "", 0, ""
 
     def add(self, piece: str) -> str:
-        """Returns what is new in `text`."""
+        """Takes a piece of the arguments. Returns the characters that `text` has gained."""
         self._arguments += piece
         if not self._read and (begin := _BEGIN.match(self._arguments)):
             self._read = begin.end()
@@ -100,13 +104,14 @@ class InputReader:
         self._read = new.end()
         try:
             text: str = json.loads(f'"{new[0]}"', strict=False)
-        except ValueError:  # an escape that there is none of
+        except ValueError:  # an escape that JSON does not have
             return ""
         self.text += text
         return text
 
     def end(self) -> str:
-        """Returns what is new in `text` when the arguments are whole."""
+        """Takes note that the arguments are whole. Returns the characters that `text` has
+        gained."""
         whole = input_of(self._arguments)
         new = whole[len(self.text) :]
         self.text = whole

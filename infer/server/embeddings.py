@@ -22,7 +22,8 @@ from infer.server.protocol import (
     EmbeddingUsage,
 )
 
-_AT_ONCE = 16  # texts, after which a client that has gone away is noticed
+# Texts in one call of the engine; a client that has gone away is noticed between calls.
+_AT_ONCE = 16
 
 
 async def embed(call: Call[EmbeddingRequest]) -> None:
@@ -45,7 +46,8 @@ def _base64(vector: NDArray[np.float32]) -> str:
 async def vectors_of(
     call: Call[Any], inputs: Sequence[Prompt], dimensions: int | None
 ) -> tuple[list[NDArray[np.float32]], int]:
-    """The embeddings of texts, and how many tokens these have. Raises ApiError (400)."""
+    """Returns the embedding of each text, and how many tokens the texts have together. Raises
+    ApiError (400) for texts or dimensions that the model cannot serve."""
     service = call.service
     engine = service.engine
     _, adapter = service.model(call.request.model)

@@ -24,14 +24,14 @@ from infer.server.wire import JSONResponse
 
 T = TypeVar("T")
 
-_LAST_SECONDS = 1.0  # for streams to say themselves that they end
-_MOST_WARNED = 1000  # characters of a header
+_LAST_SECONDS = 1.0  # time for streams to tell themselves that they end
+_MOST_WARNED = 1000  # the most characters of the header with warnings
 
 
 @dataclass
 class Call(Generic[RequestT]):
-    """A request that is served. request: until it `is_encoded`. warnings: what its sender should
-    know, and who reads the log."""
+    """A request that is being served. request: the parsed body, until the call `is_encoded`.
+    warnings: sentences for the sender, in a header, and for the log."""
 
     served: Served
     service: Service
@@ -43,27 +43,30 @@ class Call(Generic[RequestT]):
 
     @property
     def cache_salt(self) -> str | None:
-        """The salt of the sender's API key and the request's own: see `LLM.stream`."""
+        """The salt for the cache, made of the sender's API key and the request's own salt: see
+        `LLM.stream`."""
         key: str | None = self.scope.get("state", {}).get("cache_salt")
         own: str | None = getattr(self.request, "cache_salt", None)
         return key if own is None else f"{key}/{own}"
 
     async def read(self, work: Callable[[], T]) -> T:
-        """work(), whose time grows with the request: of a large one in a thread."""
+        """Calls work() and returns its result. Its time grows with the request, so for a large
+        request it runs in a thread."""
         return await in_thread(work) if self.body.is_large else work()
 
     def is_encoded(self) -> None:
-        """Its prompts are token ids: nothing else of it is needed, and others have room."""
+        """Takes note that the prompts are token ids: the rest of the request is dropped, which
+        makes room for others."""
         del self.request
         self.body.release()
 
     async def reply(self, value: Struct) -> None:
-        """Send the whole response."""
+        """Sends a whole response."""
         response = JSONResponse(value, headers=self._headers())
         await response(self.scope, _nothing, self.send)
 
     async def start(self, headers: Mapping[str, str]) -> None:
-        """Begin a response that is sent in parts, by `part`."""
+        """Begins a response that is sent in parts, by `part`."""
         given = Response(headers={**headers, **self._headers()}).raw_headers
         own = [(name, value) for name, value in given if name != b"content-length"]
         await self.send({"type": "http.response.start", "status": 200, "headers": own})
@@ -73,7 +76,7 @@ class Call(Generic[RequestT]):
         return _headers(self.warnings)
 
     def tell(self, text: str) -> None:
-        """Have the log's line of the request end so."""
+        """Sets the end of the log's line about this request."""
         self.scope.setdefault("state", {})["told"] = f": {text}"
 
     async def part(self, data: bytes, *, last: bool = False) -> None:
@@ -81,7 +84,7 @@ class Call(Generic[RequestT]):
 
 
 class Endpoint(Generic[RequestT]):
-    """An ASGI application. Its work ends when the client goes away."""
+    """An ASGI application that serves one endpoint. Its work ends when the client goes away."""
 
     def __init__(
         self,
@@ -90,8 +93,9 @@ class Endpoint(Generic[RequestT]):
         run: Callable[[Call[RequestT]], Coroutine[Any, Any, None]],
         without_model: Callable[[Served, RequestT], Coroutine[Any, Any, Struct | None]] | None,
     ) -> None:
-        """run: writes the response. Until it begins to, it may raise ApiError and InferErrors.
-        without_model: the response to requests for which no model is to be loaded."""
+        """kind: the type of the request's body. run: writes the response; until it has begun to, it
+        may raise ApiError and InferErrors. without_model: returns the response to a request for
+        which no model is to be loaded, None for any other."""
         self._served, self._kind, self._run = served, kind, run
         self._without_model = without_model
 
@@ -116,7 +120,7 @@ class Endpoint(Generic[RequestT]):
                 response = JSONResponse(whole, headers=_headers(warnings))
                 await response(scope, _nothing, send)
                 return
-        # The model may have to be loaded first, which takes no turn.
+        # The model may have to be loaded first. The request's body takes no turn meanwhile.
         async with served.using(request.model) as service, body.turn():
             call = Call(served, service, request, body, scope, send, warnings)
             del request
@@ -131,14 +135,14 @@ def _headers(warnings: Sequence[str]) -> dict[str, str]:
 
 
 async def _nothing() -> Any:
-    raise NotImplementedError  # a response asks for nothing
+    raise NotImplementedError  # a response never receives anything
 
 
 async def _while_connected(
     receive: Receive, stopped: asyncio.Event, work: Coroutine[Any, Any, None]
 ) -> None:
-    """Do the work. Raises ClientDisconnect if the client goes away before its end, and ApiError
-    (503) if the server stops. The request's body has been read."""
+    """Does the work of a request whose body has been read. Raises ClientDisconnect if the client
+    goes away before the end, and ApiError (503) if the server stops."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -25,25 +25,27 @@ from infer.text.infill import Infill
 from infer.text.tools import ToolOptions
 
 T = TypeVar("T")
-_SHORT = 1000  # tokens, or characters of a text: to hand it to a thread takes as long as to do it
+# Tokens or characters of a prompt: a shorter one is encoded sooner than handed to a thread.
+_SHORT = 1000
 
 
 async def in_thread(work: Callable[[], T], stop: Callable[[], None] = lambda: None) -> T:
-    """work(), in a thread. A task that is cancelled calls `stop`, and ends when the thread does: so
-    the threads are no more than the tasks that may have one."""
+    """Calls work() in a thread and returns its result. If the task is cancelled, `stop` is called,
+    and the task ends when the thread does: so there are never more threads than tasks that wait for
+    one."""
     running = asyncio.get_running_loop().run_in_executor(None, work)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         stop()
         await asyncio.wait([running])
-        running.exception()  # nobody else asks for it
+        running.exception()  # takes the error, which nobody else asks for
         raise
 
 
 class LongPromptError(RequestError):
-    """A prompt that has more tokens than were asked for. tokens: as many as were counted. is_whole:
-    whether those are all."""
+    """A prompt has more tokens than it may have. tokens: how many were counted. is_whole: whether
+    all tokens of the prompt were counted."""
 
     def __init__(self, tokens: int, is_whole: bool) -> None:
         count = f"{tokens}" if is_whole else f"at least {tokens}"
@@ -55,8 +57,8 @@ class LongPromptError(RequestError):
 
 
 class Answer(Protocol):
-    """An answer, which begins when it is first asked for a piece. `result` holds what there is so
-    far."""
+    """An answer that is generated. It begins when it is first asked for a piece. `result` holds
+    what has been generated so far."""
 
     @property
     def result(self) -> Result: ...
@@ -66,11 +68,11 @@ class Answer(Protocol):
     async def __anext__(self) -> Chunk: ...
 
     async def aclose(self) -> None:
-        """End it, and free its place."""
+        """Ends the answer, and frees its place for the next."""
 
 
 class EngineClient(Protocol):
-    """An engine with one model. Its methods raise only InferErrors."""
+    """An engine with one model, as the server uses it. Its methods raise only InferErrors."""
 
     @property
     def name(self) -> str: ...
@@ -81,18 +83,18 @@ class EngineClient(Protocol):
 
     @property
     def slots(self) -> int:
-        """The most answers generated at once; others wait."""
+        """The most answers that are generated at once; others wait."""
 
     @property
     def gpu(self) -> AdapterInfo: ...
 
     @property
     def adapters(self) -> Sequence[str]:
-        """The names that `open` takes."""
+        """The names of the LoRA adapters that `open` takes."""
 
     @property
     def failure(self) -> str | None:
-        """Why nothing can be generated any more."""
+        """The reason why nothing can be generated any more, or None."""
 
     @property
     def model_type(self) -> str: ...
@@ -103,15 +105,15 @@ class EngineClient(Protocol):
 
     @property
     def template(self) -> str:
-        """The chat template; "" if there is none."""
+        """The source of the default chat template; "" if the model has none."""
 
     @property
     def templates(self) -> Mapping[str, str]:
-        """All chat templates by name."""
+        """The sources of all chat templates, by name."""
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """Texts by name, such as `bos_token`."""
+        """The texts of special tokens, by names such as `bos_token`."""
 
     @property
     def embedding_size(self) -> int: ...
@@ -122,7 +124,8 @@ class EngineClient(Protocol):
 
     @property
     def infill(self) -> Infill | None:
-        """How the model is asked to fill in text between two others; None if it cannot."""
+        """The tokens by which the model is asked to fill in text between two others; None if it
+        cannot."""
 
     async def encode(
         self,
@@ -132,12 +135,13 @@ class EngineClient(Protocol):
         most: int | None = None,
         counts: bool = False,
     ) -> list[int]:
-        """add_special_tokens: the tokens that a text begins and ends with; chat templates write
-        their own. most: LongPromptError may be raised if there are more, before all are known,
-        unless it counts them."""
+        """Returns the token ids of a prompt. add_special_tokens: whether a text gets the tokens
+        that texts begin and end with; chat templates write their own. most: LongPromptError may be
+        raised as soon as there are more tokens. counts: whether all tokens are counted before it is
+        raised."""
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """The text, special tokens by their names."""
+        """Returns the text of token ids, in which special tokens stand by their names."""
 
     async def open(
         self,
@@ -148,33 +152,35 @@ class EngineClient(Protocol):
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> Answer:
-        """tools: given for chats, even if there are none: the answer is then split into text,
-        reasoning and calls."""
+        """Prepares an answer. tools: given for chats, even if it names no tools: the answer is then
+        split into text, reasoning and calls."""
 
     async def save_cache(
         self, path: Path, ids: Sequence[int], adapter: str | None, cache_salt: str | None
     ) -> int:
-        """As `LLM.save_cache`."""
+        """Saves the cached part of a prompt in a file, as `LLM.save_cache` does. Returns how many
+        tokens are saved."""
 
     async def load_cache(self, path: Path, adapter: str | None, cache_salt: str | None) -> int:
-        """As `LLM.load_cache`."""
+        """Loads a file of the cache, as `LLM.load_cache` does. Returns how many tokens it has."""
 
     async def embed(
         self, texts: Sequence[Sequence[int]], adapter: str | None
     ) -> NDArray[np.float32]:
-        """[texts, embedding_size]"""
+        """Returns the embeddings of texts, [texts, embedding_size]."""
 
     async def prompt_logprobs(
         self, ids: Sequence[int], n: int, adapter: str | None
     ) -> list[TokenLogprob]:
-        """The log probabilities of all tokens but the first."""
+        """Returns the log probabilities of all tokens of a prompt but the first, each with the n
+        most probable tokens in its place."""
 
     async def stats(self) -> EngineStats: ...
 
 
 class LLMClient:
-    """The engine of an LLM of this process, wherever it runs. Work that grows with the prompt is
-    done in threads."""
+    """The engine of an LLM that was loaded in this process; the engine itself may run in another.
+    Work that grows with the prompt is done in threads."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -187,9 +193,10 @@ class LLMClient:
         self.special_tokens = llm.tokenizer.special_tokens
         self.embedding_size = llm.config.hidden_size
         self.is_embedder, self.infill = llm.is_embedder, llm.tokenizer.infill
-        # Calls that wait for the GPU, which would take the threads of those that do not.
+        # Calls that wait for the GPU have a thread of their own: they would keep other calls from
+        # theirs.
         self._calls = ThreadPoolExecutor(1, "infer.server")
-        # So do grammars, of which large ones take seconds.
+        # Grammars have threads of their own, because a large one takes seconds.
         self._grammars = ThreadPoolExecutor(2, "infer.grammar")
 
     async def encode(
@@ -204,7 +211,7 @@ class LLMClient:
 
         def encode() -> list[int]:
             ids: list[int] = []
-            if stopped.is_set():  # before it began
+            if stopped.is_set():  # the task was cancelled before this began
                 return ids
             tokens = 0
             for piece in self._llm.encode_pieces(prompt, template_args, add_special_tokens):
@@ -213,7 +220,7 @@ class LLMClient:
                 if most is not None and tokens > most:
                     if not counts:
                         raise LongPromptError(tokens, False)
-                    ids = []  # nobody is given them
+                    ids = []  # the ids of a prompt that is too long are not needed
                 tokens += len(piece)
                 ids += piece
             if most is not None and tokens > most:
@@ -275,7 +282,7 @@ class LLMClient:
             raise
 
     def notice(self, error: DeviceError) -> None:
-        """Remember a lost device: it stays lost."""
+        """Takes note of a lost device: it stays lost. Running out of memory is no such loss."""
         if not isinstance(error, OutOfMemoryError):
             self.failure = str(error)
 

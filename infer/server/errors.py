@@ -23,8 +23,9 @@ log = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
-    """An answer that is none: its status, and what the body says. param: of the request, the one
-    that is wrong. code: what programs tell errors apart by."""
+    """An error that a client gets in place of an answer: the HTTP status and what the body tells.
+    param: the parameter of the request that is wrong. code: a word by which programs tell errors
+    apart."""
 
     def __init__(
         self,
@@ -52,13 +53,13 @@ class ApiError(Exception):
 
 
 class PromptTooLongError(ApiError):
-    """A prompt that leaves no room for an answer. tokens: how many it has; at least so many, if not
-    is_whole. most: how many it may have."""
+    """A prompt leaves no room for an answer. tokens: how many tokens the prompt has, or at least
+    has if not is_whole. most: how many it may have."""
 
     def __init__(
         self, tokens: int, most: int, context: int, *, is_whole: bool, param: str | None
     ) -> None:
-        """context: positions for a prompt and its answer."""
+        """context: the most positions of a prompt and its answer."""
         count = f"{tokens}" if is_whole else f"at least {tokens}"
         super().__init__(
             400,
@@ -82,7 +83,7 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
     }
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message = error.message
-    if isinstance(error, PromptTooLongError):  # word for word, for clients that look for it
+    if isinstance(error, PromptTooLongError):  # Anthropic's own words, which clients look for
         message = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
     return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -92,18 +93,19 @@ def ollama_body(error: ApiError) -> dict[str, Any]:
 
 
 def api_error(error: Exception) -> ApiError:
-    """Returns the error that a client gets for any exception. One that is not meant for clients is
-    logged."""
+    """Returns the error that a client gets for an exception. An exception that is not meant for
+    clients is logged."""
     match error:
         case ApiError():
             return error
         case NoChatTemplateError():
             return ApiError(400, str(error), code="no_chat_template")
-        case RequestError() | TokenizerError():  # a template refuses messages with the latter
+        case RequestError() | TokenizerError():
+            # A template that refuses messages raises TokenizerError.
             return ApiError(400, str(error))
         case ClosedError():
             return ApiError(503, "The server is shutting down.")
-        case ClientDisconnect():  # in the middle of its request
+        case ClientDisconnect():  # the client has gone away in the middle of its request
             return ApiError(400, "The request has no end.")
         case HTTPException(status_code=404):
             return ApiError(404, "There is no such endpoint. /docs lists those there are.")
@@ -119,7 +121,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 async def respond(request: Request, error: Exception) -> Response:
-    """The response to a request that failed."""
+    """Returns the response to a request that failed."""
     told, path = api_error(error), request.url.path
     body = told.body
     if path.startswith("/v1/messages"):

@@ -37,8 +37,8 @@ from infer.text.tools import ToolOptions, check_tools
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers to a request, `n` to each of its prompts. model: the name under which clients
-    know the model."""
+    """The answers to one request, `n` to each of its prompts, in the order of the prompts. model:
+    the name by which clients know the model. created: seconds since the epoch."""
 
     model: str
     each: Sequence[Answer]
@@ -52,42 +52,47 @@ class Answers:
 
     @property
     def of_prompts(self) -> list[Result]:
-        """The first result of each prompt, which is computed once."""
+        """The first result of each prompt. Counts of prompt tokens come from these: a prompt is
+        computed once."""
         return self.results[:: self.n]
 
 
 class Format(Protocol):
-    """How an API writes the answers to one request. Streams are made of pieces of bytes, some of
-    them empty."""
+    """The way in which an API writes the answers to one request. Each method returns the next bytes
+    of a stream, which may be empty, but `whole`, which returns the body of a response in one
+    piece."""
 
-    media_type: str  # of a stream
-    keepalive: bytes  # what shows that it lives
+    media_type: str  # the content type of a stream
+    keepalive: bytes  # bytes that show that a stream lives
 
     def whole(self) -> msgspec.Struct: ...
 
     def begin(self) -> bytes: ...
 
     def piece(self, index: int, chunk: Chunk) -> bytes:
-        """index: of the answer."""
+        """Returns the bytes for a piece of the answer at an index."""
 
     def end(self, index: int, result: Result) -> bytes:
-        """The end of one answer."""
+        """Returns the bytes for the end of the answer at an index."""
 
     def finish(self) -> bytes:
-        """The end of all answers."""
+        """Returns the bytes for the end of the stream, after all answers have ended."""
 
     def error(self, error: ApiError) -> bytes:
-        """An error, instead of the rest."""
+        """Returns the bytes that tell of an error and end the stream."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A request as read. param: the parameter that holds the prompts. params: None if nothing is to
-    be generated. tools: what an answer to a chat may call; None: answers are plain text. unlisted:
-    the names of those that messages describe, which the template does not. suffix: the text after
-    the answers. before: what the format needs to know of the encoded prompts, given the adapter.
-    counts: whether a prompt that is too long is read to its end, so that the error tells how long
-    it is. begins_first: whether a stream has begun where a prompt is too long."""
+    """A request that has been read. param: the name of the parameter that holds the prompts.
+    params: the sampling parameters, or None if nothing is to be generated. format: makes the format
+    in which the answers are written. template_args: variables for the chat template. tools: the
+    functions that an answer to a chat may call; None: the answers are plain text. unlisted: names
+    of functions that messages describe, so that the template does not. n: answers to each prompt.
+    suffix: the text that follows the answers. before: awaited with the engine, the encoded prompts
+    and the adapter, before anything is generated. counts: whether a prompt that is too long is
+    encoded to its end, so that the error can tell its length. begins_first: whether a stream begins
+    before it tells that a prompt is too long."""
 
     prompts: Sequence[Prompt]
     param: str
@@ -107,7 +112,8 @@ class Job:
 def generate(
     read: Callable[[Call[RequestT]], Job],
 ) -> Callable[[Call[RequestT]], Coroutine[Any, Any, None]]:
-    """The work of an endpoint. read: makes a job of a request; it may raise ApiError."""
+    """Makes the work of an endpoint that generates. read: reads a request as a job; it may raise
+    ApiError."""
 
     async def run(call: Call[RequestT]) -> None:
         service = call.service
@@ -148,7 +154,8 @@ def generate(
 
 
 def _told(answers: Answers) -> str:
-    """What the log tells of answers: all of their tokens, and the longest times."""
+    """Returns the log's text about the answers to a request: the tokens of all answers together,
+    and the longest of each of their times."""
     prompts, times = answers.of_prompts, [each.timings for each in answers.results]
     return (
         f"{sum(each.prompt_tokens for each in prompts)} tokens in, "
@@ -185,7 +192,8 @@ async def _open(call: Call[Any], job: Job, adapter: str | None) -> list[Answer]:
 
 
 def _template_args(job: Job) -> dict[str, Any]:
-    """The variables that the chat template may read, with the functions offered as `tools`."""
+    """Returns the variables that the chat template may read. Functions that the template should
+    describe are among them as `tools`."""
     args = dict(job.template_args)
     offered = (check_tools(**job.tools).offered or ()) if job.tools else ()
     if listed := [tool for tool in offered if tool["function"]["name"] not in job.unlisted]:
@@ -194,8 +202,8 @@ def _template_args(job: Job) -> dict[str, Any]:
 
 
 async def encode(call: Call[Any], job: Job) -> list[list[int]]:
-    """The token ids of the prompts. Raises ApiError (400), for one that is too long
-    PromptTooLongError."""
+    """Returns the token ids of each prompt. Raises ApiError (400) for a prompt that cannot be
+    encoded, PromptTooLongError for one that is too long."""
     engine, template_args = call.service.engine, _template_args(job)
     given: Sequence[Prompt] = [without_billing(prompt) for prompt in job.prompts]
     if job.suffix is not None:
@@ -210,8 +218,8 @@ async def encode(call: Call[Any], job: Job) -> list[list[int]]:
 
 
 async def note_left_out(call: Call[Any], prompt: Prompt, template_args: Mapping[str, Any]) -> None:
-    """Tell what the chat template leaves out of a prompt, which has been encoded, and which
-    arguments it does not read."""
+    """Adds warnings about the parts of an encoded prompt that the chat template has left out, and
+    about arguments that it does not read."""
     engine = call.service.engine
     if not engine.templates or not _is_chat(prompt):
         return
@@ -225,14 +233,16 @@ def _is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return bool(prompt) and isinstance(prompt[0], Mapping)
 
 
-# Claude Code's header differs in each request: it would spoil the cache of all that follows.
+# The fields of Claude Code's billing line differ in each request. Nothing that stands behind them
+# would be found in the cache.
 _BILLING = re.compile(
     r"^[ \t]*x-anthropic-billing-header:(?:[ \t]*[\w-]+=[^;\s]*;)+[ \t]*\n?", re.I | re.M
 )
 
 
 def without_billing(prompt: Prompt) -> Prompt:
-    """A chat without the fields of such lines in system messages; what else is there stays."""
+    """Returns a chat without the fields of billing lines in its system messages. All other text
+    stays."""
     if not _is_chat(prompt):
         return prompt
     messages: list[Any] = []
@@ -247,8 +257,8 @@ def without_billing(prompt: Prompt) -> Prompt:
 
 
 def unbilled(content: Any) -> Any:
-    """A system message's content, a text or parts, without such fields; parts of nothing else are
-    left out."""
+    """Returns the content of a system message, which is a text or a list of parts, without the
+    fields of billing lines. A part that held nothing else is left out."""
     match content:
         case str() if _BILLING.search(content):
             return _BILLING.sub("", content).lstrip("\n")
@@ -268,8 +278,8 @@ async def encode_prompt(
     room: int = 1,
     counts: bool = False,
 ) -> list[int]:
-    """The token ids of a prompt. Raises PromptTooLongError for one that leaves no room for so many
-    tokens. counts: as of `Job`."""
+    """Returns the token ids of a prompt. room: how many tokens must fit into the context after it.
+    counts: as in `Job`. Raises PromptTooLongError if the prompt leaves less room."""
     most = engine.context - room
     try:
         ids = await engine.encode(prompt, template_args, most=most, counts=counts)
@@ -283,7 +293,8 @@ async def encode_prompt(
 
 
 def _infill(engine: EngineClient, prefix: Prompt, suffix: str) -> str:
-    """The prompt whose continuation stands between a prefix and a suffix. Raises ApiError (400)."""
+    """Returns the prompt whose continuation stands between a prefix and a suffix. Raises ApiError
+    (400) for a model that cannot fill in the middle, and for a prefix that is not text."""
     if engine.infill is None:
         raise ApiError(
             400,
@@ -298,7 +309,7 @@ def _infill(engine: EngineClient, prefix: Prompt, suffix: str) -> str:
 
 @dataclass(frozen=True)
 class _Nothing:
-    """An answer without tokens."""
+    """An answer without tokens, for requests that generate nothing."""
 
     result: Result
 
@@ -313,7 +324,7 @@ class _Nothing:
 
 
 async def _finish(answers: Answers, stopped: asyncio.Event) -> None:
-    """Generate all of them to their ends."""
+    """Generates all answers to their ends. Raises the first error that ends one."""
     async with _reading(answers.each, stopped) as inbox:
         left = len(answers.each)
         while left:
@@ -324,8 +335,8 @@ async def _finish(answers: Answers, stopped: asyncio.Event) -> None:
 
 
 async def _stream(call: Call[Any], answers: Answers, format: Format) -> None:
-    """A format's stream. After some seconds without a piece, one is sent that shows that the stream
-    lives, so that no proxy takes the connection for dead."""
+    """Sends the answers as a stream in this format. After some seconds without a piece, a sign of
+    life is sent, so that no proxy takes the connection for dead."""
     left = len(answers.each)
     async with _reading(answers.each, call.service.stopped, call.service.keepalive) as inbox:
         await _begin(call, format)
@@ -353,29 +364,30 @@ async def _begin(call: Call[Any], format: Format) -> None:
         {
             "Content-Type": format.media_type,
             "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",  # nginx passes parts on at once
+            "X-Accel-Buffering": "no",  # so that nginx passes each part on at once
         }
     )
 
 
 class _Inbox:
-    """Pieces of answers, each with the answer's index: a piece, None at its end, or what ended it.
-    For one task that takes them."""
+    """A queue of the pieces of all answers to a request. Each entry is the index of an answer and a
+    piece of it; None stands for its end, an exception for the error that ended it. Only one task
+    may take entries."""
 
     def __init__(self, seconds: float | None) -> None:
-        """seconds: how long `take` waits at most; None: until there is something."""
+        """seconds: the longest time that `take` waits; None: until there is an entry."""
         self._loop, self._seconds = asyncio.get_running_loop(), seconds
         self._items: list[tuple[int, Chunk | Exception | None]] = []
         self._waiter: asyncio.Future[None] | None = None
         self._until = 0.0
-        self._timer: asyncio.TimerHandle | None = None  # one for many pieces
+        self._timer: asyncio.TimerHandle | None = None  # set once for many pieces
 
     def put(self, index: int, piece: Chunk | Exception | None) -> None:
         self._items.append((index, piece))
         self._wake()
 
     async def take(self) -> list[tuple[int, Chunk | Exception | None]]:
-        """All that has come; nothing if it has waited too long."""
+        """Returns all entries that have come; an empty list if none has come in time."""
         if not self._items:
             self._waiter = self._loop.create_future()
             if self._seconds is not None:
@@ -406,8 +418,8 @@ class _Inbox:
 async def _reading(
     answers: Sequence[Answer], stopped: asyncio.Event, seconds: float | None = None
 ) -> AsyncIterator[_Inbox]:
-    """The inbox for the pieces of all answers, which are generated together and end with the block.
-    Once `stopped` there is an error instead. seconds: as of `_Inbox`."""
+    """Opens an inbox for the pieces of all answers, which are generated together. The answers end
+    with the block. Once `stopped` is set, the inbox gets an error. seconds: as for `_Inbox`."""
     inbox = _Inbox(seconds)
 
     async def read(index: int, answer: Answer) -> None:
@@ -426,7 +438,7 @@ async def _reading(
     tasks = [asyncio.create_task(read(i, answer)) for i, answer in enumerate(answers)]
     tasks.append(asyncio.create_task(stop()))
     try:
-        await asyncio.sleep(0)  # they begin before anything is sent
+        await asyncio.sleep(0)  # the answers begin before anything is sent
         yield inbox
     finally:
         inbox.close()

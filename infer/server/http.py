@@ -18,18 +18,19 @@ from uvicorn.server import ServerState
 
 from infer.server.errors import ApiError
 
-HEAD_BYTES = 64 << 10  # of a request's headers, and of its trailers
-REQUEST_SECONDS = 60.0  # from a request's first byte to its last
-WRITE_SECONDS = 60.0  # that a client may leave unread what is written to it
+HEAD_BYTES = 64 << 10  # the most bytes of a request's headers, and of its trailers
+REQUEST_SECONDS = 60.0  # the most time from a request's first byte to its last
+WRITE_SECONDS = 60.0  # the most time that a client may leave unread what is written to it
 _HEAD_TOO_LARGE = f"The head of a request has at most {HEAD_BYTES} bytes."
-IDLE_SECONDS = 65  # between requests: longer than balancers keep connections, mostly 60
-ACCEPTED, BACKLOG = 64, 2048  # connections that are taken in at once, and that wait for it
-# Connections; files that are for other things, such as connections that are being closed.
+IDLE_SECONDS = 65  # between two requests: longer than load balancers keep connections, mostly 60
+# Connections that are accepted at once, and that may wait to be accepted.
+ACCEPTED, BACKLOG = 64, 2048
+# The most connections; open files for all else, such as connections that are being closed.
 _MOST, _RESERVED = 8192, 2 * ACCEPTED + 128
 
 
 def most_connections() -> int:
-    """The most connections that the limit of open files allows."""
+    """Returns the most connections that the limit of open files allows."""
     if sys.platform == "win32":
         return _MOST
     import resource
@@ -40,8 +41,8 @@ def most_connections() -> int:
 
 
 class State(ServerState):
-    """The state that all connections of a server share. waiting: the connections whose next request
-    has not come completely, the one that has waited longest first."""
+    """The state that all connections of a server share. waiting: connections whose next request has
+    not arrived completely, the one that has waited longest first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,18 +50,18 @@ class State(ServerState):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection, with limits. A client that exceeds them is told so if possible, and cut
-    off. If there are too many connections, the one whose request has been waited for longest is
-    closed."""
+    """A connection of uvicorn's, with limits. A client that exceeds a limit is told so if possible,
+    and cut off. If there are too many connections, the one whose request has been waited for
+    longest is closed."""
 
     most = most_connections()
 
     def __init__(self, config: Config, server_state: State, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, server_state, *args, **kwargs)
         self._waiting = server_state.waiting
-        self._head = 0  # bytes since those that were of a body, or the end of a head
+        self._head = 0  # bytes since the end of a head, or since the last bytes of a body
         self._fields = 0  # bytes of the request's URL, headers and trailers
-        self._is_whole = True  # what has come: whole requests, or nothing
+        self._is_whole = True  # whether no request has arrived in part
         self._reading: TimerHandle | None = None
         self._writing: TimerHandle | None = None
 
@@ -69,7 +70,7 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > self.most:
             longest = next(iter(self._waiting), None)
             (longest or self)._displace()
-            if longest is None:  # all are answered
+            if longest is None:  # every connection's request is being answered
                 return
         self._waiting[self] = None
         self.timeout_keep_alive_task = self.loop.call_later(
@@ -117,12 +118,12 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def _count(self, nbytes: int) -> None:
-        """Count the bytes of a request's head, and refuse one that is too large. Counted by fields,
-        because the head may have come in one piece with all that follows."""
+        """Counts bytes of a request's head, and refuses a head that is too large. The head is
+        counted by its fields, because it may arrive in one piece with all that follows."""
         self._fields += nbytes
         if self._fields > HEAD_BYTES:
             self._refuse(431, _HEAD_TOO_LARGE)
-            raise ValueError(_HEAD_TOO_LARGE)  # the parser reads no further
+            raise ValueError(_HEAD_TOO_LARGE)  # so that the parser reads no further
 
     def on_headers_complete(self) -> None:
         self._head = 0
@@ -141,14 +142,15 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete and not self.transport.is_closing():  # no other has come
+        # The connection waits from here on, unless another request has arrived.
+        if self.cycle.response_complete and not self.transport.is_closing():
             self._waiting[self] = None
 
     def _late(self) -> None:
         cycle = self.cycle
         answers = cycle is not None and not cycle.response_complete
         if self.flow.read_paused or (answers and not cycle.more_body):
-            # It is the server that does not read, or answers what came before.
+            # The client is not late: the server reads nothing now, or answers the request before.
             self._reading = self.loop.call_later(REQUEST_SECONDS, self._late)
         else:
             self._refuse(408, f"The request has not come within {REQUEST_SECONDS:.0f} seconds.")
@@ -171,15 +173,15 @@ class Connection(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._abort_later()  # it closes once all is written
+        self._abort_later()  # uvicorn closes the connection once all is written
 
     def send_400_response(self, msg: str) -> None:
-        if not self.transport.is_closing():  # it was refused already
+        if not self.transport.is_closing():  # the request was refused already
             self._refuse(400, "This is not HTTP/1.1.")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Refuse a request, before it or in the middle of it. In the middle of a response nothing
-        can be said."""
+        """Refuses a request, before it has arrived or in the middle of it. In the middle of a
+        response nothing can be told: the connection is cut."""
         cycle = self.cycle
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             self.transport.abort()
@@ -204,7 +206,8 @@ class Connection(HttpToolsProtocol):
 
 
 def _send_unchunked(cycle: RequestResponseCycle) -> None:
-    """Chunks are HTTP/1.1's: before it, a body of unknown length ends when the connection does."""
+    """Has a response sent without chunks, for HTTP/1.0 and older, which have none: a body of
+    unknown length ends there when the connection does."""
     send, cycle.chunked_encoding = cycle.send, False
 
     async def send_unchunked(message: Any) -> None:

@@ -25,7 +25,7 @@ _TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 
 
 class Metrics:
-    """The metrics of one server, in Prometheus' format. For one thread."""
+    """The metrics of one server. Only one thread may use them."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -55,11 +55,13 @@ class Metrics:
         self._answers = histogram("request_generation_tokens", "Of each answer.", _TOKENS)
 
     def watched(self, model: str, answer: Answer) -> Answer:
-        """Wraps an answer so that its tokens are counted. model: its name for clients."""
+        """Returns an answer that passes this one on and counts its tokens. model: the model's name
+        for clients."""
         return _Watched(self, model, answer)
 
     def text(self, stats: Mapping[str, EngineStats]) -> bytes:
-        """Returns all metrics as Prometheus reads them. stats: of the engines now, by model."""
+        """Returns all metrics in Prometheus' text format. stats: the present statistics of each
+        engine, by the model's name."""
         now = CollectorRegistry()
         now.register(_Now(stats))
         return generate_latest(self._registry) + generate_latest(now)
@@ -74,7 +76,8 @@ _Value = Callable[[EngineStats], float]
 
 
 def _host(name: str) -> _Value:
-    """A value of the cache in host memory, 0 where there is none."""
+    """Returns a function that reads a value of the cache in host memory; it gives 0 if there is no
+    such cache."""
     return lambda stats: 0 if stats.host_cache is None else getattr(stats.host_cache, name)
 
 
@@ -111,7 +114,7 @@ _COUNTERS: dict[str, tuple[str, _Value]] = {
 
 
 def _config(stats: EngineStats) -> dict[str, str]:
-    """What does not change of the KV cache, as labels."""
+    """Returns the properties of the KV cache that never change, as labels."""
     cache = stats.cache
     pages = cache.in_use + cache.cached + cache.free
     return {
@@ -145,7 +148,7 @@ class _Now(Collector):
 class _Watched:
     def __init__(self, metrics: Metrics, model: str, answer: Answer) -> None:
         self._metrics, self._model, self._answer = metrics, model, answer
-        # Looked up once, and not at every token.
+        # These are looked up once, and not at every token.
         self._generated = metrics._generated.labels(model)
         self._next = metrics._next.labels(model)
         self._begun = self._last = 0.0

@@ -28,7 +28,7 @@ from infer.text.answer import answer_style
 from infer.text.chat import not_text
 from infer.text.tools import ToolOptions
 
-VERSION = "0.12.11"  # of Ollama, whose API this is; clients ask for a least one
+VERSION = "0.12.11"  # the version of Ollama whose API this is: clients refuse older ones
 
 # Requests
 
@@ -52,8 +52,8 @@ class Message(Struct, kw_only=True, omit_defaults=True):
 
 
 class ModelRequest(Request, kw_only=True):
-    """keep_alive: 0 unloads the model after the answer. What else it says is the server's to
-    decide."""
+    """A request that names a model. keep_alive: 0 unloads the model after the answer; all other
+    values are ignored, because the server decides how long it keeps a model."""
 
     labels: ClassVar = Request.labels | {"truncate", "verbose"}
 
@@ -72,8 +72,9 @@ class ShowRequest(ModelRequest, kw_only=True):
 
 
 class AnswerRequest(ModelRequest, kw_only=True):
-    """format: "json" or a JSON schema. options: of sampling, and of what Ollama runs models with.
-    think: whether, or how much."""
+    """The parameters that requests for answers share. format: "json" or a JSON schema. options:
+    sampling parameters, and settings by which Ollama runs models. think: whether the model thinks,
+    or how much."""
 
     stream: bool = True
     format: str | dict[str, Any] | None = None
@@ -89,7 +90,8 @@ class ChatRequest(AnswerRequest, kw_only=True):
 
 
 class GenerateRequest(AnswerRequest, kw_only=True):
-    """raw: the prompt is no message of a user, but text to be continued."""
+    """A request of /api/generate. raw: the prompt is a text to be continued, and not a message of a
+    user."""
 
     off: ClassVar = {"context": ([],), "template": ("",)}
 
@@ -101,7 +103,8 @@ class GenerateRequest(AnswerRequest, kw_only=True):
 
 
 class EmbedRequest(ModelRequest, kw_only=True):
-    """options: clients send all that they know, of which none changes an embedding."""
+    """A request of /api/embed. options: clients send all options that they know; none of them
+    changes an embedding."""
 
     labels: ClassVar = ModelRequest.labels | {"options"}
 
@@ -132,7 +135,8 @@ async def complete(call: Call[GenerateRequest]) -> None:
 
 
 async def unload(served: Served, request: ChatRequest | GenerateRequest) -> Reply | None:
-    """The answer to a request that is for unloading the model alone, which need not be loaded."""
+    """Returns the answer to a request that only unloads the model, which need not be loaded for it;
+    None for any other request."""
     asks = request.messages if isinstance(request, ChatRequest) else request.prompt
     if asks or not request.unloads:
         return None
@@ -140,7 +144,8 @@ async def unload(served: Served, request: ChatRequest | GenerateRequest) -> Repl
 
 
 def _nothing(request: ChatRequest | GenerateRequest, model: str, reason: str) -> Reply:
-    """To a request without a prompt, which Ollama loads or unloads the model for."""
+    """Returns the answer to a request without a prompt: with such requests, clients of Ollama load
+    or unload a model."""
     reply = Reply(model=model, created_at=_now(), done=True, done_reason=reason)
     if isinstance(request, ChatRequest):
         reply.message = Message(role="assistant", content="")
@@ -150,7 +155,8 @@ def _nothing(request: ChatRequest | GenerateRequest, model: str, reason: str) ->
 
 
 async def _leaving(run: Callable[[Call[Any]], Coroutine[Any, Any, None]], call: Call[Any]) -> None:
-    """Run it, after which the model is unloaded if the request says so."""
+    """Runs the work of a request, after it has asked for the model to be unloaded once nobody uses
+    it, if the request says so."""
     if call.request.unloads:
         try:
             await call.served.unload(call.request.model)
@@ -167,7 +173,7 @@ def _read_chat(call: Call[ChatRequest]) -> Job:
     params = _params(call, request)
     messages = _messages(request.messages)
     last = messages[-1]
-    if last["role"] == "assistant" and "tool_calls" not in last:  # it is begun, and goes on
+    if last["role"] == "assistant" and "tool_calls" not in last:  # the answer is begun, and goes on
         args["continue_final_message"] = True
     return Job([messages], "messages", params, format, args, tools, stream=request.stream)
 
@@ -198,7 +204,7 @@ def _read_prompt(call: Call[GenerateRequest]) -> Job:
 _OWN = ("frequency_penalty", "min_p", "presence_penalty", "seed", "stop", "temperature")
 _SAMPLING = {name: name for name in (*_OWN, "top_k", "top_p")}
 _SAMPLING["repeat_penalty"] = "repetition_penalty"
-# How Ollama runs a model on a machine.
+# Options by which Ollama fits a model to a machine. They change no answer.
 _MACHINE = {
     "f16_kv",
     "low_vram",
@@ -228,7 +234,8 @@ def _params(call: Call[Any], request: AnswerRequest) -> SamplingParams:
     if isinstance(options.get("seed"), int):
         options["seed"] %= 2**64
     if (limit := given.get("num_predict")) is not None:
-        options["max_tokens"] = -1 if limit == -2 else limit  # as long as there is room
+        # -2 asks for as many tokens as the context has room for.
+        options["max_tokens"] = -1 if limit == -2 else limit
     if request.format == "json":
         options["schema"] = {"type": "object"}
     elif isinstance(request.format, dict):
@@ -247,7 +254,8 @@ def _template_args(request: AnswerRequest) -> dict[str, Any]:
 
 
 def _messages(given: list[Message]) -> list[dict[str, Any]]:
-    """In OpenAI's form, in which calls have ids, and results say which they belong to."""
+    """Returns the messages in OpenAI's form, in which calls have ids, and each result names the id
+    of its call."""
     messages = []
     calls = 0
     results = 0
@@ -283,8 +291,8 @@ def _messages(given: list[Message]) -> list[dict[str, Any]]:
 
 
 class Reply(Struct, kw_only=True):
-    """A whole answer, or a line of a stream: `message` of a chat, else `response` and `thinking`.
-    Durations are in nanoseconds."""
+    """A whole answer, or a line of a stream. message: for chats. response, thinking: for other
+    prompts. Durations are in nanoseconds."""
 
     model: str
     created_at: str
@@ -303,7 +311,8 @@ class Reply(Struct, kw_only=True):
 
 
 class OllamaFormat:
-    """A `generation.Format`: lines of JSON, in which calls of functions are whole."""
+    """Writes an answer as one object, or as a stream of lines of JSON (a `generation.Format`).
+    Calls of functions are only given whole."""
 
     media_type, keepalive = "application/x-ndjson", b""
 
@@ -416,7 +425,8 @@ async def _embed(call: Call[EmbedRequest]) -> None:
 
 
 class Details(Struct):
-    """family: the model_type. What is empty is not known, as of a model that is not loaded."""
+    """Properties of a model. family: its model_type. A property that is not known is empty, such as
+    those of a model that is not loaded."""
 
     family: str = ""
     families: list[str] = []
@@ -457,7 +467,7 @@ class Version(Struct):
 
 
 async def tags(served: Served) -> Tags:
-    """All models, those too that are not loaded."""
+    """Lists all models, whether they are loaded or not."""
     loaded = {service.name: service.engine for service in served.services()}
     listed = []
     for model in served.models().data:
@@ -467,12 +477,12 @@ async def tags(served: Served) -> Tags:
 
 
 async def running(served: Served) -> Tags:
-    """Returns the models that are loaded."""
+    """Lists the models that are loaded."""
     listed = []
     for service in served.services():
         one = await _listed(service.name, service.created, service.engine)
         one.size_vram, one.context_length = one.size, service.engine.context
-        one.expires_at = "9999-12-31T23:59:59Z"  # as long as nobody needs the memory
+        one.expires_at = "9999-12-31T23:59:59Z"  # the model stays until its memory is needed
         listed.append(one)
     return Tags(listed)
 
@@ -497,7 +507,8 @@ def _details(engine: EngineClient | None) -> Details:
 
 
 def _in_letters(count: int) -> str:
-    """A number of parameters as Ollama writes it: 8.0B is 8B, 268098176 is 268.10M."""
+    """Returns a number of parameters in Ollama's form: 8.0B is written as 8B, 268098176 as
+    268.10M."""
     for letter, unit, digits in (("B", 10**9, 1), ("M", 10**6, 2), ("K", 10**3, 0)):
         if count >= unit:
             return f"{count / unit:.{digits if count % unit else 0}f}{letter}"
@@ -513,7 +524,7 @@ async def show(call: Call[ShowRequest]) -> None:
         "embedding": engine.is_embedder,
         "insert": engine.infill is not None,
         "thinking": bool(engine.template) and answer_style(engine.template).thinks,
-        "tools": bool(engine.template),  # described in a message where the template knows none
+        "tools": bool(engine.template),  # a template that knows no tools gets them in a message
     }
     info = {
         "general.architecture": engine.model_type,

@@ -18,8 +18,9 @@ _REF = "#/components/schemas/"
 
 @dataclass(frozen=True)
 class Operation:
-    """takes: the type of the body. gives: that of the response, None for text. stream: the type of
-    the response's content where the request asks for a stream."""
+    """An endpoint, as the OpenAPI document describes it. takes: the type of the request's body.
+    gives: the type of the response, None for plain text. stream: the response's content type if the
+    request asks for a stream."""
 
     method: str
     path: str
@@ -31,7 +32,7 @@ class Operation:
 
 
 def document(operations: Sequence[Operation]) -> dict[str, Any]:
-    """The OpenAPI document."""
+    """Returns the OpenAPI document of these operations, by path and method."""
     types = [each for op in operations for each in (op.takes, op.gives) if each is not None]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF + "{name}")
     of = dict(zip(map(id, types), schemas, strict=True))
@@ -69,14 +70,15 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
 
 
 def _parameters(path: str) -> list[dict[str, Any]]:
-    """Returns the parameters that stand in a path."""
+    """Returns the OpenAPI parameters of a path: one for each name in braces."""
     names = [part[1:].partition(":")[0] for part in path.split("/") if part.startswith("{")]
     string = {"type": "string"}
     return [{"name": n, "in": "path", "required": True, "schema": string} for n in names]
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """Returns the document as a page of HTML for people. It loads nothing from elsewhere."""
+    """Returns the OpenAPI document as a page of HTML for people. The page loads nothing from
+    elsewhere."""
     parts = [
         f"<h2><code>{method.upper()} {escape(path)}</code></h2>{_operation(op)}"
         for path, methods in document["paths"].items()

@@ -18,14 +18,16 @@ from starlette.responses import Response
 
 _IMPORT = re.compile(r'^import (?:[^;"]* from )?"\./(.*)";\n', re.M)
 _HTML = "text/html; charset=utf-8"
-_LIBRARIES = "temml", "prism"  # maths and colours of code, each with its licence beside it
+# Libraries for maths and for colouring code; each has its licence file beside it.
+_LIBRARIES = "temml", "prism"
 _EXPORT = re.compile(r"^export ", re.M)
 
 
 @cache
 def _page() -> tuple[bytes, bytes, dict[str, str]]:
-    """Its text, the same in gzip, and its headers. The policy has a browser run the page's own
-    scripts and no others, and ask this server alone."""
+    """Returns the text of the page, the text compressed with gzip, and the headers of the response.
+    The headers' policy lets a browser run the page's own scripts alone, and send requests to this
+    server alone."""
     font = base64.b64encode(_file("vendor/temml.woff2").read_bytes()).decode()
     parts = {
         "style": _read("vendor/temml.css").replace("Temml.woff2", f"data:font/woff2;base64,{font}")
@@ -54,8 +56,10 @@ def _page() -> tuple[bytes, bytes, dict[str, str]]:
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",  # a browser asks whether it has the newest
-        "ETag": f'W/"{hashlib.sha256(text.encode()).hexdigest()}"',  # weak: of both forms
+        # A browser asks each time whether its copy is still the newest.
+        "Cache-Control": "no-cache",
+        # The tag is weak: the plain and the compressed form share it.
+        "ETag": f'W/"{hashlib.sha256(text.encode()).hexdigest()}"',
         "Vary": "Accept-Encoding",
     }
     return text.encode(), gzip.compress(text.encode(), mtime=0), headers
@@ -70,15 +74,15 @@ def _read(name: str) -> str:
 
 
 def _inline(script: str) -> str:
-    """A script without what would end its element, or have that end later: in strings and regular
-    expressions \\x3c means the same."""
+    """Makes a script safe to stand within a script element: text that would end the element, or
+    move its end, is escaped. In strings and regular expressions \\x3c means the same as <."""
     return re.sub(r"<(?=!--|/?script)", r"\\x3c", script, flags=re.I)
 
 
 def _modules(name: str, seen: set[str]) -> Iterator[str]:
-    """The modules that one imports, in the order in which a browser would run them, and then
-    itself. They share a scope, so that no name may be in two of them, and none needs to be
-    imported."""
+    """Yields the modules that the module `name` imports, in the order in which a browser would run
+    them, and then that module itself. All modules share one scope: a name may be defined in only
+    one of them, and none needs to be imported."""
     seen.add(name)
     text = _read(name)
     for imported in _IMPORT.findall(text):
@@ -88,13 +92,14 @@ def _modules(name: str, seen: set[str]) -> Iterator[str]:
 
 
 def _entities() -> str:
-    """The characters that markdown has names for, as JSON."""
+    """Returns a JSON object with the characters that have names in markdown, by name."""
     named = {name[:-1]: text for name, text in html5.items() if name.endswith(";")}
     return json.dumps(named, ensure_ascii=False, separators=(",", ":")).replace("<", r"\u003c")
 
 
 def _hashes(text: str, tag: str) -> str:
-    """By which a policy knows the page's own elements."""
+    """Returns the hashes by which a Content-Security-Policy recognises the page's own elements with
+    this tag."""
     contents = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.S)
     digests = [hashlib.sha256(content.encode()).digest() for content in contents]
     return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)

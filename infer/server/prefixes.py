@@ -9,14 +9,14 @@ from typing import TypeVar
 
 EngineT = TypeVar("EngineT", bound=Hashable)
 
-BLOCK = 64  # tokens: a page of the cache
-MOST = 1 << 15  # blocks that are remembered of each engine
-ANSWER = 256  # tokens of a prompt that take as long as another answer is to be waited for
+BLOCK = 64  # tokens in a block, as many as in a page of the cache
+MOST = 1 << 15  # the most blocks that are remembered for each engine
+ANSWER = 256  # another answer on an engine is counted as so many more prompt tokens to compute
 
 
 class Prefixes:
-    """The prompts that were sent to each engine lately. Only the engine knows what its cache has:
-    this is a guess, and a wrong one costs time."""
+    """The prompts that were sent to each engine lately. Only an engine itself knows what is in its
+    cache, so this is a guess; a wrong guess costs time, and no answer changes."""
 
     def __init__(self) -> None:
         self._sent = defaultdict[Hashable, OrderedDict[int, None]](OrderedDict)
@@ -24,8 +24,9 @@ class Prefixes:
     def best_first(
         self, ids: Sequence[int], key: Hashable, answers: Mapping[EngineT, int]
     ) -> list[EngineT]:
-        """The engines, by what this prompt would wait for. key: what else keys and values depend
-        on. answers: those that each engine has now."""
+        """Returns the engines in the order of how long this prompt would wait there, the shortest
+        first. key: what else the cached keys and values depend on, such as the adapter. answers:
+        how many answers each engine has now."""
         blocks = _blocks(ids, key)
 
         def cost(engine: EngineT) -> int:
@@ -37,21 +38,23 @@ class Prefixes:
 
     def sent(self, ids: Sequence[int], key: Hashable, engine: Hashable) -> None:
         sent = self._sent[engine]
-        for block in reversed(_blocks(ids, key)):  # the first of them is forgotten last
+        # In this order, the first block of a prompt is forgotten last.
+        for block in reversed(_blocks(ids, key)):
             sent[block] = None
             sent.move_to_end(block)
         while len(sent) > MOST:
             sent.popitem(last=False)
 
     def keep(self, engines: Iterable[Hashable]) -> None:
-        """Forget all others."""
+        """Forgets all engines but these."""
         kept = set(engines)
         for engine in [each for each in self._sent if each not in kept]:
             del self._sent[engine]
 
 
 def _blocks(ids: Sequence[int], key: Hashable) -> list[int]:
-    """Returns, for each whole block, a hash of all tokens up to its end."""
+    """Returns a hash for each whole block of a prompt: the hash of all tokens up to the block's
+    end."""
     found, last = [], hash(key)
     for end in range(BLOCK, len(ids) + 1, BLOCK):
         last = hash((last, *ids[end - BLOCK : end]))

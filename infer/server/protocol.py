@@ -1,5 +1,5 @@
-"""Requests and responses as types, in OpenAI's names. Nothing that a request asks for is dropped
-in silence: what is not implemented is refused by its name, what is not known is warned of."""
+"""Requests and responses as types, in OpenAI's names. A parameter is never dropped in silence: one
+that is not implemented is refused by its name, and the sender is warned of one that is unknown."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from infer.sampling import CONSTRAINTS, SamplingParams
 from infer.server.errors import ApiError
 from infer.text.tools import ToolOptions
 
-MAX_ANSWERS = 256  # of one request
-MAX_INPUTS = 2048  # texts to embed, in one request
+MAX_ANSWERS = 256  # the most answers to one request
+MAX_INPUTS = 2048  # the most texts to embed in one request
 
 # Requests
 
 
 class Request(Struct, kw_only=True):
-    """labels: parameters that say who asks and for what, or how fast, and change no answer. off:
-    parameters that are not implemented, and the values with which they ask for what is done
-    anyway."""
+    """The parameters that all requests share. labels: parameters that tell who asks, what for or
+    how fast, and that change no answer. off: parameters that are not implemented, each with the
+    values that ask for what is done anyway."""
 
     labels: ClassVar[frozenset[str]] = frozenset(
         {
@@ -51,12 +51,13 @@ class Request(Struct, kw_only=True):
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # usage in all events, as vLLM's
-    include_obfuscation: bool | None = None  # padding, of which there is none
+    continuous_usage_stats: bool | None = None  # whether each event has the usage, as in vLLM
+    include_obfuscation: bool | None = None  # asks for padding; nothing is padded here
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True):
-    """strict: answers are valid in either case."""
+    """A JSON schema for answers, in OpenAI's form. strict: answers are valid under the schema
+    whether it is set or not."""
 
     schema: dict[str, Any]
     name: str | None = None
@@ -65,7 +66,8 @@ class JsonSchema(Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
-    """schema: as llama.cpp has it, also of a json_object."""
+    """The form of an answer. schema: llama.cpp's name for the JSON schema, which may also stand
+    beside the type json_object."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -73,8 +75,8 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 
     @property
     def held_to(self) -> dict[str, Any] | None:
-        """Returns the schema that an answer has to be valid under. Raises ApiError (400) where type
-        and json_schema do not fit together."""
+        """Returns the schema under which the answer must be valid; None for any text. Raises
+        ApiError (400) if type and json_schema do not fit together."""
         named, given = self.json_schema, self.schema
         wrong = named is not None and (self.type != "json_schema" or given is not None)
         if named is not None:
@@ -93,7 +95,8 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True):
-    """vLLM's. json: a schema, or its text. disable_fallback: to another library."""
+    """What an answer must be, in vLLM's form. json: a schema, or its text. disable_fallback:
+    whether vLLM may take another library, which changes nothing here."""
 
     json: dict[str, Any] | str | None = None
     regex: str | None = None
@@ -104,11 +107,12 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
 
 
 class GenerationRequest(Request, kw_only=True):
-    """The parameters that chat and text completions share. Those that are None are left to the
-    model. OpenAI has none from min_tokens to ignore_eos but stop, nor bad_words, allowed_token_ids,
-    schema, regex, choices, grammar, cache_salt nor priority; structured_outputs and those that are
-    guided are vLLM's names of schema, regex, choices and grammar, json_schema llama.cpp's. A
-    grammar is Lark, or GBNF as llama.cpp has it."""
+    """The parameters that chat and text completions share. A parameter that is None is left to the
+    model. OpenAI's API has none of min_tokens, stop_token_ids, include_stop_str_in_output,
+    ignore_eos, bad_words, allowed_token_ids, schema, regex, choices, grammar, cache_salt and
+    priority. structured_outputs and the parameters that begin with guided_ are vLLM's names of
+    schema, regex, choices and grammar; json_schema is llama.cpp's name of schema. A grammar is
+    Lark, or GBNF as llama.cpp reads it."""
 
     labels: ClassVar = Request.labels | {"prediction", "service_tier", "store"}
 
@@ -152,9 +156,9 @@ class GenerationRequest(Request, kw_only=True):
 
     @property
     def constraint(self) -> tuple[str, str, Any] | None:
-        """Returns the constraint of the answer: its name in this request, its kind ("schema",
-        "regex", "choices" or "grammar") and its value; None without one. Raises ApiError (400) for
-        two."""
+        """Returns the constraint of the answer: the name of the parameter that has it, its kind
+        ("schema", "regex", "choices" or "grammar") and its value; None without one. Raises ApiError
+        (400) if there are two."""
         of_vllm = self.structured_outputs or StructuredOutputs()
         given = [
             ("response_format", "schema", self.response_format and self.response_format.held_to),
@@ -214,7 +218,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class EmbeddingRequest(Request, kw_only=True):
-    """input: as a completion's prompt. dimensions: of an embedding."""
+    """A request for embeddings. input: a text or token ids, or a list of either, as for the prompt
+    of a completion. dimensions: how many numbers each embedding should have."""
 
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] = "float"
@@ -235,22 +240,24 @@ class TokenizeRequest(Request, kw_only=True):
 
 
 class SaveCacheRequest(TokenizeRequest, kw_only=True):
-    """A request to save what the cache has of a text or a chat. cache_salt: as of
-    GenerationRequest."""
+    """A request to save the cached part of a text or a chat in a file. name: the file's name.
+    cache_salt: as for GenerationRequest."""
 
     name: str
     cache_salt: str | None = None
 
 
 class LoadCacheRequest(Request, kw_only=True):
-    """A request to load what was saved with the same cache_salt."""
+    """A request to load a file of the cache that was saved under this name. cache_salt: requests
+    with this salt find the loaded cache."""
 
     name: str
     cache_salt: str | None = None
 
 
 class CachedTokens(Struct):
-    """tokens: of the prompt that are in the file."""
+    """The answer to a request that saved or loaded a cache. tokens: how many tokens of the prompt
+    the file has."""
 
     model: str
     name: str
@@ -268,8 +275,10 @@ StructT = TypeVar("StructT", bound=Struct)
 def parse(
     body: bytes | bytearray, kind: type[RequestT], *, strict: bool
 ) -> tuple[RequestT, list[str]]:
-    """A request out of JSON, and what its sender should know. null counts as left out. strict: what
-    is not known is refused. Raises ApiError (400)."""
+    """Reads a request out of JSON. Returns it with warnings for its sender. A parameter that is
+    null counts as left out. strict: an unknown parameter is an error, not a warning. Raises
+    ApiError (400) for invalid JSON and for parameters that are unknown, not implemented or of the
+    wrong type."""
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -296,7 +305,8 @@ def parse(
 
 
 def convert(value: dict[str, Any], kind: type[StructT]) -> StructT:
-    """A struct out of JSON, where what is null counts as left out. Raises ApiError (400)."""
+    """Makes a struct out of a JSON object. A field that is null counts as left out. Raises ApiError
+    (400) for values of the wrong type."""
     try:
         return msgspec.convert(_without_nulls(value, _type_info(kind)), kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -310,8 +320,8 @@ _type_info = lru_cache(msgspec.inspect.type_info)
 
 
 def _without_nulls(value: Any, kind: msgspec.inspect.Type) -> Any:
-    """A value without what is null in structs; schemas, arguments and messages that are no structs
-    keep it."""
+    """Returns a JSON value without the null fields of structs. Dictionaries that are no structs,
+    such as schemas, arguments and messages, keep their nulls."""
     if isinstance(kind, msgspec.inspect.UnionType):
         for each in kind.types:
             value = _without_nulls(value, each)
@@ -330,12 +340,14 @@ def _without_nulls(value: Any, kind: msgspec.inspect.Type) -> Any:
 def sampling_params(
     request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
-    """Raises ApiError (400) for a value that is out of range."""
+    """Returns the sampling parameters of a request. Raises ApiError (400) for a value that is out
+    of range."""
     given = {name: getattr(request, name, None) for name in _SAMPLING}
     given |= {"max_tokens": max_tokens, "logprobs": logprobs}
     given |= dict.fromkeys(CONSTRAINTS)
     if request.seed is not None:
-        given["seed"] = request.seed % 2**64  # OpenAI's are signed
+        # OpenAI's seeds are signed, and SamplingParams takes no negative ones.
+        given["seed"] = request.seed % 2**64
     constraint = request.constraint
     try:
         if constraint is not None:
@@ -346,8 +358,8 @@ def sampling_params(
 
 
 def _constrained(kind: str, value: Any) -> dict[str, Any]:
-    """The option of SamplingParams that holds answers to a `GenerationRequest.constraint`. Raises
-    RequestError."""
+    """Returns the option of SamplingParams that makes answers follow a constraint of this kind.
+    Raises RequestError for a schema that is not JSON or a grammar that cannot be read."""
     if kind == "schema" and isinstance(value, str):
         with foreign("schema is not valid JSON", RequestError):
             return {kind: json.loads(value)}
@@ -357,8 +369,8 @@ def _constrained(kind: str, value: Any) -> dict[str, Any]:
 
 
 def params_of(**given: Any) -> SamplingParams:
-    """Returns sampling parameters without those that are None; -1 is no limit, where a parameter is
-    one. Raises RequestError for a value that is out of range."""
+    """Returns sampling parameters from these values. A value of None is left to the model; -1 means
+    no limit for max_tokens and top_k. Raises RequestError for a value that is out of range."""
     for name, unlimited in _UNLIMITED.items():
         if given.get(name) == -1:
             given[name] = unlimited
@@ -370,7 +382,8 @@ _UNLIMITED = {"max_tokens": 2**32 - 1, "top_k": 0}
 
 
 def named_in(message: str, request: Request) -> str | None:
-    """The parameter that an error's message is about, as the request has it."""
+    """Returns the name, in the request, of the parameter that an error's message is about; None if
+    the message names none."""
     name = re.match(r"\w*", message)[0]  # type: ignore[index]
     if name in CONSTRAINTS and isinstance(request, GenerationRequest):
         return None if request.constraint is None else request.constraint[0]
@@ -400,7 +413,8 @@ class Usage(Struct):
 
 
 class Reply(Struct, Generic[ChoiceT], kw_only=True):
-    """A whole answer, or an event of a stream. choices: of the endpoint's own kind."""
+    """A whole answer, or an event of a stream, in the form of OpenAI's completions. choices: the
+    answers, each of the endpoint's own type."""
 
     id: str
     object: str
@@ -411,7 +425,8 @@ class Reply(Struct, Generic[ChoiceT], kw_only=True):
 
 
 class TopLogprob(Struct):
-    """bytes: of a part of a character, which has no text of its own, that part."""
+    """A token that could have come, with its log probability. bytes: the token's UTF-8 bytes; a
+    token that is a part of a character has only these, and no text."""
 
     token: str
     logprob: float
@@ -442,7 +457,8 @@ class ToolCall(Struct):
 
 
 class Message(Struct):
-    """Reasoning has two names, of which each client knows one."""
+    """A message of an answer. Reasoning stands under two names, because each client knows only one
+    of them."""
 
     role: str
     content: str | None
@@ -475,9 +491,9 @@ class ChatChunkChoice(Struct):
 
 
 class CompletionLogprobs(Struct):
-    """Log probabilities of tokens; that of an echoed prompt's first token is None. text_offset: the
-    place in the text where each token begins, in characters; of a part of a character, where that
-    begins."""
+    """The log probabilities of tokens. The first token of an echoed prompt has None. text_offset:
+    the place in the text where each token begins, in characters; for a token that is a part of a
+    character, the place where that character begins."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -493,7 +509,8 @@ class CompletionChoice(Struct):
 
 
 class Embedding(Struct):
-    """embedding: of numbers, or the bytes of float32, little-endian, in base64."""
+    """An embedding of a text. embedding: a list of numbers, or float32 numbers in little-endian
+    order as base64."""
 
     index: int
     embedding: list[float] | str
@@ -538,9 +555,10 @@ class Gpu(Struct):
 
 
 class Model(Struct, kw_only=True):
-    """A model, in the form of OpenAI and Anthropic. context: positions for a prompt and its answer.
-    gpu: what computes it, where the model is loaded. parent: the model, where this is a LoRA
-    adapter. root: the model, where this is another name of it."""
+    """A model, in a form that suits clients of OpenAI and of Anthropic. context: the most positions
+    of a prompt and its answer. gpu: the GPU that computes it, if the model is loaded. parent: the
+    model that a LoRA adapter belongs to. root: the model's first name, if this entry is another
+    name of it."""
 
     id: str
     object: str = "model"
@@ -560,13 +578,13 @@ class Model(Struct, kw_only=True):
 
 
 def rfc3339(seconds: float) -> str:
-    """A time since the epoch, in UTC."""
+    """Returns a time in seconds since the epoch as text in UTC, in the form of RFC 3339."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 class Version(Struct):
-    """version: of this program. versions: of what it runs on, too. commit: where it runs in a
-    checkout."""
+    """The versions of the server's code. version: of infer. versions: of infer and the libraries
+    that it runs on. commit: the git commit, if the server runs in a checkout."""
 
     version: str
     versions: dict[str, str]
@@ -574,8 +592,9 @@ class Version(Struct):
 
 
 class Health(Struct, omit_defaults=True):
-    """status: "ok", "loading", "restarting", "draining", "stalled" or "failed". progress: of
-    loading, from 0 to 1. webgpu: the library that runs the kernels, where a model is loaded."""
+    """The state of the server. status: "ok", "loading", "restarting", "draining", "stalled" or
+    "failed". progress: the part of loading that is done, from 0 to 1. webgpu: the library that runs
+    the kernels, if a model is loaded."""
 
     status: str
     message: str = ""
@@ -584,7 +603,7 @@ class Health(Struct, omit_defaults=True):
 
 
 class Models(Struct):
-    """All of them: there is no next page."""
+    """All models in one list: there is never a next page."""
 
     data: list[Model]
     object: str = "list"

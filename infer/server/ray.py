@@ -50,16 +50,17 @@ from infer.text.tools import ToolOptions
 
 T = TypeVar("T")
 
-_TRIES = 3  # of what a replica's end cuts off
-_HEALTH_SECONDS = 5  # from one look at a replica to the next
+_TRIES = 3  # how often a call is made if replicas end before they have answered it
+_HEALTH_SECONDS = 5  # between two checks of a replica's health
 _INFO_SECONDS = 3
 
 
 class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """replicas: of the model. gpus: of Ray's, that each has to itself; with 0, `device` says where
-    it runs. served_name, which may be several, and api_keys: as of `infer serve`. allowed_hosts:
-    names by which requests call it, beside those of the machine; None: any. The others: as of
-    `infer.load`."""
+    """The options of the application. replicas: the number of copies of the model. gpus: how many
+    of Ray's GPUs each replica has to itself; with 0, `device` says where the replica runs.
+    served_name (one name or several) and api_keys: as for `infer serve`. allowed_hosts: the names
+    by which requests may call the server beside the machine's own; None: any. All other options: as
+    for `infer.load`."""
 
     model: str
     replicas: int = 1
@@ -101,22 +102,25 @@ class Options(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def application(args: Mapping[str, Any]) -> serve.Application:
-    """args: Options, those of `serve run` as NAME=VALUE, those of a config file as `args`. Raises
-    RequestError."""
+    """Builds the application that `serve run` deploys. args: `Options`, or their values by name, as
+    `serve run` passes NAME=VALUE and config files pass `args`. Raises RequestError for options that
+    are wrong."""
     try:
         options = msgspec.convert(dict(args), Options, strict=False)
     except msgspec.ValidationError as error:
         raise RequestError(f"These are no options of the application: {error}.") from None
     if "" in options.of_server().names:
         raise RequestError("`served_name` must not be empty.")
-    if options.chat_template is not None:  # replicas may be where its file is not
+    # A replica may run on a machine that does not have the file.
+    if options.chat_template is not None:
         options.chat_template = own_template(options.chat_template)
-    check_options(**options.of_load())  # or each replica would say what is wrong
+    # Checked here, so that a mistake is told once and not by each replica.
+    check_options(**options.of_load())
     engine = serve.deployment(
         Replica,
         name="engine",
         num_replicas=options.replicas,
-        # Beside its answers, those that wait for a place, and calls that take none.
+        # Answers that run, answers that wait for a place, and calls that take no place.
         max_ongoing_requests=4 * options.max_batch,
         ray_actor_options={"num_gpus": options.gpus},
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
@@ -138,7 +142,7 @@ def application(args: Mapping[str, Any]) -> serve.Application:
 
 @dataclass
 class Info:
-    """The attributes of an EngineClient once its model is loaded."""
+    """The attributes of an EngineClient that are fixed once its model is loaded."""
 
     name: str
     model_type: str
@@ -160,7 +164,7 @@ class Info:
 
 
 class Replica:
-    """A model on one GPU."""
+    """A copy of the model on one GPU, in a process that Ray starts."""
 
     def __init__(self, options: Options) -> None:
         device = own_device(options.device)
@@ -168,7 +172,8 @@ class Replica:
         self._engine = LLMClient(self._llm)
 
     def check_health(self) -> None:
-        """Ray replaces a replica that raises here."""
+        """Raises DeviceError if the device is lost. Ray replaces a replica for which this
+        raises."""
         if self._engine.failure is not None:
             raise DeviceError(self._engine.failure)
 
@@ -180,16 +185,16 @@ class Replica:
         return Info.of(self._engine)
 
     async def call(self, method: str, *given: Any) -> Any:
-        """A method of the EngineClient. An error for users is returned: one that is raised, Ray
-        logs with its traceback."""
+        """Calls a method of the EngineClient by its name. An error that is meant for users is
+        returned, not raised: Ray would log a raised one with its traceback."""
         try:
             return await getattr(self._engine, method)(*given)
         except InferError as error:
             return error
 
     async def answer(self, *given: Any) -> AsyncIterator[list[Chunk] | Result | InferError]:
-        """Nothing, once it is opened; then its pieces, as many at a time as have come; and at its
-        end all of it, or what ended it."""
+        """Yields an empty list once the answer is opened, then lists of its pieces, as many at a
+        time as have come, and at its end the whole result, or the error that ended it."""
         try:
             answer = await self._engine.open(*given)
         except InferError as error:
@@ -223,9 +228,9 @@ class Replica:
 
 
 def own_device(device: str | None) -> str | int | None:
-    """Returns the given device or, if it is None, the GPU that Ray has given this process, as an
-    index of `list_adapters`. Ray's order is CUDA's, which need not be WebGPU's; each of Ray's GPUs
-    still is another one here."""
+    """Returns the given device or, if it is None, the index in `list_adapters` of the GPU that Ray
+    has given this process. Ray counts GPUs in CUDA's order, which may differ from WebGPU's;
+    different indices are different GPUs in both."""
     given = ray.get_gpu_ids()
     if not given or device is not None:
         return device
@@ -240,7 +245,7 @@ def own_device(device: str | None) -> str | int | None:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Sends prompts where they are likely cached."""
+    """Sends each prompt to the replica that most likely has its beginning in the cache."""
 
     def initialize_state(self, **_: Any) -> None:
         self._prefixes = Prefixes()
@@ -250,7 +255,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Ray takes the first that has room."""
+        """Returns the replicas in groups, the best first. Ray takes the first group in which a
+        replica has room."""
         prompt = _prompt(pending_request)
         if prompt is None:
             return [list(candidate_replicas)]
@@ -271,7 +277,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _prompt(request: PendingRequest | None) -> tuple[Sequence[int], tuple[Any, ...]] | None:
-    """Ids, and what else keys and values depend on, of a call of `Replica.answer`."""
+    """Returns the token ids of a call of `Replica.answer`, and what else its keys and values depend
+    on: adapter and salt. None for any other call."""
     if request is None or request.metadata.call_method != "answer":
         return None
     ids, _, adapter, _, salt, _ = request.args
@@ -282,7 +289,7 @@ def _prompt(request: PendingRequest | None) -> tuple[Sequence[int], tuple[Any, .
 
 
 class Ingress:
-    """Requests and responses."""
+    """Takes in HTTP requests, and sends the responses."""
 
     async def __init__(  # type: ignore[misc]
         self, engine: DeploymentHandle[Replica], options: Options
@@ -296,8 +303,8 @@ class Ingress:
         return replace(info, slots=info.slots * self._replicas)
 
     async def check_health(self) -> None:
-        """Looks whether replicas have been replaced by others. Those that fail are not its own
-        failure."""
+        """Looks whether replicas have been replaced by others. A replica that fails is no failure
+        of this deployment."""
         with suppress(Exception):
             async with asyncio.timeout(_INFO_SECONDS):
                 self._client.describe(await self._info())
@@ -307,7 +314,8 @@ class Ingress:
 
 
 class RayEngine(Info):
-    """The replicas, as an EngineClient. One that fails is replaced, so that they never fail all."""
+    """All replicas together, as one EngineClient. A replica that fails is replaced, so the client
+    as a whole never counts as failed."""
 
     failure: str | None = None
 
@@ -349,7 +357,7 @@ class RayEngine(Info):
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> RayAnswer:
-        if params.seed is None:  # or it could not be made again
+        if params.seed is None:  # with a seed, another replica can make the answer again
             params = replace(params, seed=secrets.randbits(53))
         answer = RayAnswer(self._handle, (ids, params, adapter, tools, cache_salt, priority))
         await _tried(answer.begin)
@@ -376,13 +384,13 @@ class RayEngine(Info):
         return found
 
     async def stats(self) -> EngineStats:
-        """Returns the statistics of one of the replicas."""
+        """Returns the statistics of one of the replicas, which Ray picks."""
         stats: EngineStats = await self._call("stats")
         return stats
 
 
 async def _tried(call: Callable[[], Awaitable[T]]) -> T:
-    """Again where a replica ends meanwhile."""
+    """Calls a replica, and tries again where the replica ends before it has answered."""
     for left in reversed(range(_TRIES)):
         try:
             return await call()
@@ -397,12 +405,13 @@ def _ended(error: RayActorError) -> InferError:
 
 
 class RayAnswer:
-    """An answer of a replica. Where that one ends, another makes it anew, and what it has in common
-    with what was told already, which is all but for rounding, is not told again."""
+    """An answer from a replica. If the replica ends meanwhile, another one generates the answer
+    anew. The two answers agree but for rounding; the part that they have in common and that was
+    already told is not told again."""
 
     def __init__(self, handle: Any, given: tuple[Any, ...]) -> None:
         self._handle, self._given = handle, given
-        self._told: list[int | None] = []  # the token of each piece
+        self._told: list[int | None] = []  # the token of each piece that the client has been given
         self._came = deque[Chunk]()
         self._deaths = 0
         self.result = Result(prompt_tokens=len(given[0]))
@@ -413,7 +422,7 @@ class RayAnswer:
         opened = await anext(self._stream)
         if isinstance(opened, InferError):
             raise opened
-        self._again = 0  # pieces that were made a second time
+        self._again = 0  # how many pieces another replica has made a second time
 
     def __aiter__(self) -> RayAnswer:
         return self

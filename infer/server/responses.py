@@ -32,9 +32,9 @@ from infer.server.wire import EVENT_STREAM, KEEPALIVE, event
 from infer.text.chat import not_text
 from infer.text.tools import ToolChoice, ToolOptions
 
-_CALLED = ("function", "custom")  # types of tools that are called
-# Types of items, as Codex has them: with tools to be called from there on, with settings or what a
-# client keeps, and with what only OpenAI's servers can read.
+_CALLED = ("function", "custom")  # types of tools that a model can call
+# Types of items that Codex sends: items that bring tools, which can be called from there on; items
+# with settings or notes of the client; and summaries, which only OpenAI's servers can read.
 _BRINGS_TOOLS = ("additional_tools", "tool_search_output")
 _SAYS_NOTHING = ("compaction_trigger", "configuration_update", "ghost_snapshot")
 _SUMMARIES = ("compaction", "compaction_summary", "context_compaction")
@@ -43,7 +43,8 @@ _SUMMARIES = ("compaction", "compaction_summary", "context_compaction")
 
 
 class Part(Struct):
-    """A part of a content. type: input_text, output_text, summary_text or reasoning_text."""
+    """A part of the content of a message or of reasoning. type: input_text, output_text,
+    summary_text or reasoning_text."""
 
     type: str
     text: str | None = None
@@ -51,8 +52,9 @@ class Part(Struct):
 
 
 class InputItem(Struct, kw_only=True):
-    """type: message, function_call, custom_tool_call, their outputs, or reasoning. namespace: of a
-    function. agent_message, additional_tools and local_shell_call are Codex's."""
+    """An item of a request's input. type: message, function_call, custom_tool_call, the output of
+    either, or reasoning; Codex also sends agent_message, additional_tools and local_shell_call.
+    namespace: the namespace of the function that is called."""
 
     type: str = "message"
     role: str | None = None
@@ -69,8 +71,9 @@ class InputItem(Struct, kw_only=True):
 
 
 class Tool(Struct, kw_only=True, omit_defaults=True):
-    """type: function, custom, or namespace, whose tools are a group of these, as Codex has them;
-    others run on servers of OpenAI's, or are of one client. format: of a custom tool's input."""
+    """A tool of a request. type: function, custom, or namespace (a group of tools, which Codex
+    sends); tools of all other types run on OpenAI's servers or belong to one client. format: the
+    form of a custom tool's input."""
 
     type: str
     name: str | None = None
@@ -103,7 +106,7 @@ class Reasoning(Struct):
 
 
 class ResponsesRequest(Request, kw_only=True):
-    # max_tool_calls: of tools that run on OpenAI's servers.
+    # max_tool_calls counts calls of tools that run on OpenAI's servers.
     labels: ClassVar = Request.labels | {
         "client_metadata",
         "max_tool_calls",
@@ -137,11 +140,13 @@ class ResponsesRequest(Request, kw_only=True):
     previous_response_id: str | None = None
     conversation: Any = None
     include: list[str] = field(default_factory=list)
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0  # of vLLM, not of OpenAI
+    # This parameter is vLLM's: OpenAI has none.
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
 
 
 def read(call: Call[ResponsesRequest]) -> Job:
-    """Raises ApiError (400)."""
+    """Reads a request of /v1/responses as a job. Raises ApiError (400) for an input or a parameter
+    that is not understood."""
     request = call.request
     for name in ("previous_response_id", "conversation"):
         if getattr(request, name) is not None:
@@ -187,7 +192,8 @@ def _schema(format: TextFormat) -> dict[str, Any] | None:
 
 
 def _tools(request: ResponsesRequest, warnings: list[str]) -> ToolOptions:
-    """In the form of chat completions."""
+    """Returns the request's tools, and the choice among them, in the form of chat completions.
+    Tools that cannot run here are left out, each with a warning."""
     choice = request.tool_choice
     allowed: set[str] | None = None
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -221,8 +227,9 @@ def _tools(request: ResponsesRequest, warnings: list[str]) -> ToolOptions:
 
 
 def _by_name(request: ResponsesRequest) -> dict[str, tuple[str | None, Tool]]:
-    """Tools that a model may call, and their namespaces, by the names that it knows. Raises
-    ApiError (400) for two of one name; items of the input may bring a tool again."""
+    """Returns the tools that a model may call, each with its namespace (None without one), by the
+    names under which the model knows them. Raises ApiError (400) if two tools have one name; items
+    of the input may bring a tool again."""
     found: dict[str, tuple[str | None, Tool]] = {}
     for namespace, tool in _with_namespaces(request.tools):
         name = _flat(namespace, tool.name)
@@ -238,13 +245,14 @@ def _by_name(request: ResponsesRequest) -> dict[str, tuple[str | None, Tool]]:
 
 
 def _brought(request: ResponsesRequest) -> list[Tool]:
-    """Tools that items of the input bring."""
+    """Returns the tools that items of the input bring."""
     items = [] if isinstance(request.input, str) else request.input
     return [tool for item in items if item.type in _BRINGS_TOOLS for tool in item.tools]
 
 
 def _function(name: str, tool: Tool) -> dict[str, Any]:
-    """In the form of chat completions."""
+    """Describes a tool as a function in the form of chat completions, under the name by which the
+    model knows it."""
     if tool.type == "custom":
         return function_of(name, tool.description, tool.format or InputFormat())
     function: dict[str, Any] = msgspec.to_builtins(tool) | {"name": name}
@@ -258,7 +266,8 @@ def _function(name: str, tool: Tool) -> dict[str, Any]:
 
 
 def _encrypted(tool: Tool) -> list[str]:
-    """Names of arguments that Codex expects to be encrypted, for agents alone to read."""
+    """Returns the names of a function's arguments that Codex expects to be encrypted, so that only
+    agents can read them."""
     properties = (tool.parameters or {}).get("properties")
     if not isinstance(properties, dict):
         return []
@@ -266,7 +275,8 @@ def _encrypted(tool: Tool) -> list[str]:
 
 
 def _names_of_free(request: ResponsesRequest) -> list[str]:
-    """Custom tools that have a format to which their inputs are not held."""
+    """Returns the names of the custom tools whose inputs should have a form that is not
+    enforced."""
     formats = ((name, tool.format) for name, (_, tool) in _by_name(request).items())
     return [name for name, format in formats if format is not None and not format.is_held]
 
@@ -276,7 +286,8 @@ def _free(name: str) -> str:
 
 
 def _with_namespaces(tools: Sequence[Tool]) -> Iterator[tuple[str | None, Tool]]:
-    """Tools, each with the namespace that it is in, whose description the first of them gets."""
+    """Yields each tool with the namespace that it is in. The first tool of a namespace gets the
+    namespace's description."""
     for tool in tools:
         if tool.type != "namespace":
             yield None, tool
@@ -289,13 +300,15 @@ def _with_namespaces(tools: Sequence[Tool]) -> Iterator[tuple[str | None, Tool]]
 
 
 def _flat(namespace: str | None, name: Any) -> Any:
-    """The name by which the model knows a function: it has no namespaces."""
+    """Returns the name by which the model knows a function: models know no namespaces, so it holds
+    the namespace and the name."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def _messages(request: ResponsesRequest, warnings: list[str]) -> list[dict[str, Any]]:
-    """In the form of chat completions, where an answer's items are one message. System messages are
-    the first one; templates know of no others, so those that come later are the user's."""
+    """Returns the request's input as messages in the form of chat completions. The items of one
+    answer become one message. System messages become the first message; a system message that comes
+    later is given as the user's, because templates expect none there."""
     system = [request.instructions] if request.instructions else []
     messages: list[dict[str, Any]] = []
     items = request.input
@@ -331,7 +344,8 @@ def _messages(request: ResponsesRequest, warnings: list[str]) -> list[dict[str, 
                 function = {"name": name, "arguments": _arguments(item)}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 _last_answer(messages).setdefault("tool_calls", []).append(call)
-            case "function_call_output" if item.call_id is None:  # so Codex hands over messages
+            case "function_call_output" if item.call_id is None:
+                # Codex hands over messages in this form.
                 messages.append({"role": "user", "content": _text(item.output)})
             case "function_call_output" | "custom_tool_call_output":
                 output = {"role": "tool", "tool_call_id": item.call_id}
@@ -345,9 +359,10 @@ def _messages(request: ResponsesRequest, warnings: list[str]) -> list[dict[str, 
                 )
             case kind if kind in _BRINGS_TOOLS:
                 pass
-            case kind if kind in _SAYS_NOTHING or kind.endswith("_call"):  # of OpenAI's own tools
+            case kind if kind in _SAYS_NOTHING or kind.endswith("_call"):
+                # These are calls of tools that OpenAI runs.
                 warnings.append(_left_out(kind))
-            case kind if kind not in _SUMMARIES and index < last:  # of an old turn
+            case kind if kind not in _SUMMARIES and index < last:  # from an earlier turn
                 warnings.append(_left_out(kind))
             case kind:
                 raise ApiError(400, not_text(kind), param="input")
@@ -357,7 +372,7 @@ def _messages(request: ResponsesRequest, warnings: list[str]) -> list[dict[str, 
 
 
 def _arguments(item: InputItem) -> str:
-    """Of a call, as JSON."""
+    """Returns the arguments of an item that is a call, as JSON."""
     if item.type == "custom_tool_call":
         return arguments_of(item.input or "")
     given = item.action if item.type == "local_shell_call" else item.arguments
@@ -369,8 +384,8 @@ def _left_out(kind: str) -> str:
 
 
 def _last_answer(messages: list[dict[str, Any]], *others: str) -> dict[str, Any]:
-    """The message of the assistant that an item belongs to; others: what belongs to the one before
-    where it is there."""
+    """Returns the assistant's message to which an item belongs: the last message or, if that is not
+    the assistant's or has one of the keys `others`, a new one, which is appended."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(name in last for name in others):
         last = {"role": "assistant"}
@@ -472,7 +487,7 @@ class Incomplete(Struct):
 
 
 class Response(Struct, kw_only=True):
-    """status: in_progress, completed, incomplete or failed."""
+    """A whole response. status: in_progress, completed, incomplete or failed."""
 
     id: str
     object: str = "response"
@@ -500,16 +515,17 @@ class Response(Struct, kw_only=True):
 
 
 class ResponsesFormat:
-    """A `generation.Format`: one response, a stream of which goes item by item."""
+    """Writes an answer as one response (a `generation.Format`). A stream of it goes item by
+    item."""
 
     media_type, keepalive = EVENT_STREAM, KEEPALIVE
 
     def __init__(self, request: ResponsesRequest, answers: Answers) -> None:
         self._request, self._answers = request, answers
-        self._number = 0  # of the next event
+        self._number = 0  # the number of the next event
         self._output: list[OutputItem] = []
-        self._open = False  # whether the last of them is not whole
-        self._input = InputReader()  # of an open call of a custom tool
+        self._open = False  # whether the last item of the output is not whole yet
+        self._input = InputReader()  # reads the input while a call of a custom tool is open
         self._tools = _by_name(request)
 
     def whole(self) -> Response:
@@ -581,7 +597,7 @@ class ResponsesFormat:
         if tool.type == "custom":
             text = input_of(arguments)
             return self._add(CustomToolCall, status, call_id=call_id, input=text, **named)
-        if _encrypted(tool):  # or Codex would take them for encrypted ones
+        if _encrypted(tool):  # else Codex would take the arguments for encrypted ones
             named["encrypted_function_args"] = []
         return self._add(FunctionCall, status, call_id=call_id, arguments=arguments, **named)
 
@@ -608,8 +624,8 @@ class ResponsesFormat:
         return item
 
     def _begin_text(self, kind: type[Any], part: OutputText | ReasoningText) -> bytes:
-        """Returns the events before a text of such an item: none if one is open, or else the end of
-        the open item and the beginning of this one."""
+        """Returns the events that come before a text in an item of this kind: none if such an item
+        is open, else the end of the open item and the beginning of a new one."""
         if self._open and isinstance(self._output[-1], kind):
             return b""
         data = self._end_item("completed")
@@ -641,7 +657,7 @@ class ResponsesFormat:
         if isinstance(item, ToolCall):
             data = b""
             if status == "incomplete":
-                pass  # there are no whole arguments
+                pass  # the call was cut, so its arguments are not whole
             elif isinstance(item, CustomToolCall):
                 data = self._input_delta(item, self._input.end())
                 name = "response.custom_tool_call_input.done"

@@ -19,19 +19,20 @@ from infer.server.app import create_app
 from infer.server.http import ACCEPTED, BACKLOG, IDLE_SECONDS, Connection, State
 from infer.server.service import Host, Served
 
-DRAIN_SECONDS = 30  # that running answers have after a signal
-_LAST_SECONDS = 5  # that connections have after that, whose clients have been told
+DRAIN_SECONDS = 30  # the time that running answers have after a signal
+_LAST_SECONDS = 5  # the time after that for connections whose clients have been told of the end
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket that accepts nothing yet. port: 0 for any. Raises RequestError."""
+    """Returns a bound socket that accepts no connections yet. port: 0 for any free port. Raises
+    RequestError if the address is taken or does not exist."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         opened = socket.socket(family, kind, protocol)
         try:
-            if os.name == "posix":  # elsewhere it lets two programs listen on one port
+            if os.name == "posix":  # on Windows this would let two programs listen on one port
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             opened.bind(address)
         except BaseException:
@@ -46,30 +47,31 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_local(opened: socket.socket) -> bool:
-    """Whether only this machine can connect."""
+    """Whether only this machine can connect to the socket."""
     return ip_address(opened.getsockname()[0]).is_loopback
 
 
 def url(opened: socket.socket) -> str:
-    """The URL for clients on this machine."""
+    """Returns the URL by which clients on this machine reach the socket."""
     host, port = opened.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal or `should_exit`. Then nothing begins any more, and running answers may
-    end. Until they have, it goes on to tell so whoever asks."""
+    """Serves until a signal comes or `should_exit` is set. From then on nothing begins, and running
+    answers may end; meanwhile requests are still answered, with the error that the server is
+    shutting down."""
 
     def __init__(self, served: Served, ready: Callable[[], None] = lambda: None) -> None:
-        """ready: called once it listens."""
+        """ready: called once the server listens."""
         config = uvicorn.Config(
             create_app(served),
             http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="error",  # what clients do wrong is no news
+            log_level="error",  # mistakes of clients are not logged as warnings
             access_log=False,
             server_header=False,
             backlog=ACCEPTED,
@@ -99,7 +101,7 @@ class Server(uvicorn.Server):
 
 @contextmanager
 def logging_to_stderr(level: str) -> Iterator[None]:
-    """In the block, the server's messages of that level and above go to standard error."""
+    """Opens a block in which the server's messages of this level and above go to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     own = logging.getLogger("infer")
@@ -114,9 +116,9 @@ def logging_to_stderr(level: str) -> Iterator[None]:
 
 
 def serve(host: Host, opened: socket.socket) -> None:
-    """Serve until Ctrl-C or SIGTERM, and then until running answers have ended, at most
-    DRAIN_SECONDS; a second Ctrl-C ends them at once. Raises what the host fails with. For the main
-    thread."""
+    """Serves until Ctrl-C or SIGTERM, and then until running answers have ended, for at most
+    DRAIN_SECONDS; a second Ctrl-C ends them at once. Only the main thread may call it. Raises the
+    error with which the host fails."""
     server = Server(host)
 
     def end() -> None:
@@ -124,7 +126,7 @@ def serve(host: Host, opened: socket.socket) -> None:
 
     host.ended = end
     signals = (signal.SIGINT, signal.SIGTERM)
-    # uvicorn raises the signal again when it has ended: then it has been obeyed.
+    # uvicorn raises the signal again at its end. By then it has been obeyed.
     before = [signal.signal(each, lambda *_: None) for each in signals]
     try:
         server.run(sockets=[opened])

@@ -38,23 +38,24 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MOST_WAITING = 256  # requests, for models that are being loaded
+MOST_WAITING = 256  # the most requests that wait for models to be loaded
 STALLED = 60.0  # seconds without a sign of life after which an engine counts as failed
 
-# Warnings in the log, and their characters: some have words of clients in them.
+# The most warnings in the log, and the most characters of one: some have words of clients in them.
 _MOST_NOTED, _LONGEST = 1000, 500
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """names: the model's names for clients, the first of which it has in answers; "*": any other
-    too; none: its own name. api_keys: all endpoints but /health ask for one of these; none: no
-    keys. strict: refuse unknown parameters. cors_origins: the origins whose web pages may ask; "*":
-    all. queue: answers that may wait, for each that is generated. max_body: bytes of a request's
-    body, and a 16th of all that are received or in work. keepalive: seconds without an event after
-    which a stream shows that it lives. allowed_hosts: names by which clients may call the server,
-    beside those of this machine; None, or "*": any. cache_folder: for files of the cache; None:
-    none are kept."""
+    """The options of a server. names: the model's names for clients, of which answers have the
+    first; "*" admits any other name; none: the model's own name. api_keys: keys of which all
+    endpoints but /health ask for one; none: no keys are asked for. strict: refuse unknown
+    parameters. cors_origins: origins whose web pages may send requests; "*": all. queue: how many
+    answers may wait for each answer that can run. max_body: the most bytes of a request's body, and
+    a 16th of what all bodies that are received or in work may have. keepalive: seconds without an
+    event after which a stream shows that it lives. allowed_hosts: names by which clients may call
+    the server beside this machine's own; None, or "*": any name. cache_folder: the folder for files
+    of the cache; None: no such files are kept."""
 
     names: Sequence[str] = ()
     api_keys: Sequence[str] = ()
@@ -68,8 +69,8 @@ class ServerOptions:
 
 
 class Served(ABC):
-    """The models that are served. stopped: set when all answers have to end. webgpu: the library
-    that runs their kernels, as for `load`."""
+    """The models that a server serves. stopped: set when all answers have to end. webgpu: the
+    library that runs the models' kernels, as for `load`."""
 
     options: ServerOptions
     webgpu: str | None
@@ -79,15 +80,17 @@ class Served(ABC):
 
     @abstractmethod
     def services(self) -> Sequence[Service]:
-        """The services of the models that are loaded."""
+        """Returns the services of the models that are loaded."""
 
     @abstractmethod
     def using(self, model: str | None) -> AbstractAsyncContextManager[Service]:
-        """The service of a model or adapter, which stays loaded in the block. None: the first
-        model. Raises ApiError (404, 503), and what loading raises."""
+        """Opens a block with the service of a model or an adapter, which stays loaded in the block.
+        model: its name; None: the first model. Raises ApiError (404, 503), and the errors of
+        loading."""
 
     async def unload(self, model: str | None) -> str:
-        """Unload a model once nobody uses it. Returns its name. Raises ApiError (400, 404)."""
+        """Unloads a model once nobody uses it. Returns the model's name. Raises ApiError (400,
+        404)."""
         raise ApiError(
             400,
             "keep_alive cannot be 0 here: this server never unloads its model.",
@@ -103,11 +106,11 @@ class Served(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Called once the event loop runs."""
+        """Begins to load models. It is called once the event loop runs."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Let nothing begin any more."""
+        """Lets no answer begin any more."""
 
 
 @dataclass
@@ -132,15 +135,16 @@ class Service(Served):
         self._noted = set[str]()
 
     def model(self, name: str | None) -> tuple[str, str | None]:
-        """The name under which it answers, and the adapter that the name means. None: the model
-        itself. Raises ApiError (404)."""
+        """Returns the name under which a model answers, and the adapter that the name means, or
+        None. name: as the request has it; None: the model itself. Raises ApiError (404) for an
+        unknown name."""
         if name is None:
             return self.name, None
         found = find(name, (*self.names, *self.engine.adapters))
         return found, found if found in self.engine.adapters else None
 
     def note(self, warnings: Sequence[str]) -> None:
-        """Tell the log what it has not been told before."""
+        """Logs those of the warnings that have not been logged before."""
         for warning in warnings:
             text = "".join(c if c.isprintable() else "?" for c in warning[:_LONGEST])
             if text not in self._noted and len(self._noted) < _MOST_NOTED:
@@ -184,20 +188,20 @@ class Service(Served):
 
 
 class Source(Protocol):
-    """Where a model comes from. Its methods may take long."""
+    """A place from which a model is loaded. Its methods may take long."""
 
     def find(self, progress: Progress) -> str:
-        """Fetch its files. Returns the model's name."""
+        """Fetches the model's files. Returns the model's name."""
 
     def load(self, progress: Progress) -> LLM: ...
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A model. names: its own and those of its adapters, once it was loaded. users: requests that
-    use it now. waiting: requests that wait for it. used: when it was last used or loaded; 0 before.
-    leaves: whether it is unloaded as soon as nobody uses it. expires: the timer that does so
-    later."""
+    """A model of a host, loaded or not. names: the names of the model and of its adapters, once it
+    has been loaded. users: how many requests use it now. waiting: how many requests wait for it.
+    used: when it was last used or loaded, by time.monotonic; 0 before. leaves: whether it is
+    unloaded as soon as nobody uses it. expires: the timer that unloads it later."""
 
     source: Source
     name: str = ""
@@ -216,9 +220,10 @@ class _Entry:
 class Host(Served):
     """All models of a server.
 
-    keep_alive: seconds after which an unused model is unloaded; None: never. ready: called once it
-    answers. webgpu: the library that `sources` load for. ended: called when it can answer no more;
-    `error` says why. memory: what the GPU has no room for is kept there, of all models.
+    keep_alive: seconds after which an unused model is unloaded; None: never. ready: called once the
+    server can answer. webgpu: the library that `sources` load for. ended: called when the server
+    can answer no more; `error` then has the reason. memory: host memory that all models share, for
+    cached prompts that the GPU has no room for; None without it.
     """
 
     sources: Sequence[Source]
@@ -237,17 +242,17 @@ class Host(Served):
         self.bodies = Bodies(self.options.max_body)
         self._entries = [_Entry(source) for source in self.sources]
         self._loads = asyncio.Lock()
-        self._freed = asyncio.Condition()  # a model has a user less
-        self._found = asyncio.Event()  # the files of all models
+        self._freed = asyncio.Condition()  # notified when a model has one user less
+        self._found = asyncio.Event()  # set once the files of all models are found
         self._draining = False
-        self._waiting = 0  # requests, for a model
+        self._waiting = 0  # how many requests wait for a model
         self._report = "", 0, 0
         self._tasks = set[asyncio.Task[None]]()
 
     # From its start to its end
 
     def start(self) -> None:
-        """Find all models, and load the only one."""
+        """Finds the files of all models. If there is only one model, it is loaded."""
         self._loop = asyncio.get_running_loop()
         self._do(self._start())
 
@@ -278,7 +283,7 @@ class Host(Served):
         self._found.set()
 
     def close(self) -> None:
-        """End the processes of all models."""
+        """Ends the processes of all models."""
         self._draining = True
         if self.memory is not None:
             self.memory.is_ending = True
@@ -338,11 +343,11 @@ class Host(Served):
 
     @property
     def only(self) -> LLM | None:
-        """The model, if there is only one."""
+        """The model, if the server has only one and it is loaded."""
         return self._entries[0].llm if len(self._entries) == 1 else None
 
     def services(self) -> list[Service]:
-        """The services of the models that are loaded."""
+        """Returns the services of the models that are loaded."""
         return [entry.service for entry in self._entries if entry.service is not None]
 
     # Use
@@ -364,14 +369,15 @@ class Host(Served):
             entry.waiting += 1
             try:
                 service = await self._loaded(entry)
-            except (RequestError, TokenizerError) as error:  # of options and files, not of this one
+            except (RequestError, TokenizerError) as error:
+                # the options or files are wrong, not the request
                 raise ModelError(f"{entry.name} cannot be loaded: {error}") from error
             finally:
                 entry.waiting -= 1
         finally:
             self._waiting -= 1
         entry.users += 1
-        entry.leaves = False  # who comes last decides
+        entry.leaves = False  # the request that comes last decides
         try:
             yield service
         finally:
@@ -431,7 +437,7 @@ class Host(Served):
             if entry.loading is None or entry.loading.done():
                 entry.loading = asyncio.ensure_future(self._load(entry))
             stopping = asyncio.ensure_future(self.stopped.wait())
-            try:  # one who gives up does not end it for others
+            try:  # a request that gives up does not end the loading for others
                 await asyncio.wait([entry.loading, stopping], return_when="FIRST_COMPLETED")
             finally:
                 stopping.cancel()
@@ -447,7 +453,7 @@ class Host(Served):
                 try:
                     llm = await self._in_thread(entry.source.load)
                     break
-                except DeviceError:  # out of memory, or what a driver makes of that
+                except DeviceError:  # out of memory, or an error that a driver gives instead
                     others = [each for each in self._entries if each.service is not None]
                     if not others:
                         raise
@@ -462,16 +468,17 @@ class Host(Served):
             entry.llm, entry.service, entry.used = llm, service, time.monotonic()
             entry.names = (*service.names, *llm.adapters)
             service.admission.draining = self._draining
-            self._idle(entry)  # those who wait for it are its users from now on
+            self._idle(entry)  # requests that wait for the model are its users from now on
             return service
 
     def _lost(self, error: InferError) -> None:
-        """In another thread."""
+        """Takes note that an engine cannot be started again. Another thread calls this."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._fail, error)
 
     async def _unload(self, entry: _Entry) -> None:
-        """Unload a model once nobody uses it. Requests that come meanwhile have it loaded again."""
+        """Unloads a model once nobody uses it. A request that comes meanwhile has it loaded
+        again."""
         llm, entry.service = entry.llm, None
         async with self._freed:
             await self._freed.wait_for(lambda: not entry.users)
@@ -480,7 +487,8 @@ class Host(Served):
         await self._in_thread(lambda _: llm.close())
 
     async def _in_thread(self, work: Callable[[Progress], T]) -> T:
-        """Run it in a thread that does not keep the program from ending."""
+        """Calls work() with a function for its progress, in a thread that does not keep the program
+        from ending. Returns its result."""
         future = self._loop.create_future()
 
         def progress(what: str, done: int, total: int) -> None:
@@ -520,16 +528,17 @@ _DOING = {
 
 
 def names_of(options: ServerOptions, own: str) -> tuple[str, ...]:
-    """A model's names for clients: first its name in answers, last "*" if it has any. own: its name
-    where it was given none."""
+    """Returns a model's names for clients: first the name that answers have, and last "*" if any
+    name is admitted. own: the model's own name, which counts if the options give none."""
     given = dict.fromkeys(options.names)
     named = [name for name in given if name != "*"] or [own]
     return (*named, "*") if "*" in given else (*named,)
 
 
 def find(name: str, known: Sequence[str]) -> str:
-    """The one of these names that a client means: as Ollama has it, who says no tag says "latest".
-    It is the first one if "*" is among them, and no other is meant. Raises ApiError (404)."""
+    """Returns the known name that a client means. As in Ollama, a name without a tag has the tag
+    "latest". If "*" is known, a name that fits no other means the first. Raises ApiError (404) for
+    an unknown name."""
     for each in known:
         if name.removesuffix(":latest") == each.removesuffix(":latest"):
             return each

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: texts and chats as the ids that the model sees, and back."""
+"""/tokenize and /detokenize: texts and chats as the token ids that the model sees, and back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ async def tokenize(call: Call[TokenizeRequest]) -> None:
 
 
 async def token_ids(call: Call[RequestT]) -> list[int]:
-    """The tokens of a request's text or chat. Raises ApiError (400)."""
+    """Returns the token ids of a request's text or chat. Raises ApiError (400) unless the request
+    has one of the two."""
     request, engine = call.request, call.service.engine
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "Give either a prompt or messages.", param="prompt")
@@ -50,8 +51,8 @@ async def token_ids(call: Call[RequestT]) -> list[int]:
 
 
 async def about(served: Served) -> TokenizerInfo:
-    """Returns the special tokens and the template, as vLLM does: clients that count by ids need no
-    tokenizer of their own."""
+    """Returns the special tokens and the chat template, as vLLM does. A client that counts by ids
+    needs no tokenizer of its own."""
     async with served.using(None) as service:
         own = service.engine.special_tokens
         return TokenizerInfo(

@@ -8,7 +8,7 @@ import msgspec
 from starlette.responses import Response
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
-KEEPALIVE = b": keepalive\n\n"  # a comment
+KEEPALIVE = b": keepalive\n\n"  # a comment, which clients skip
 
 
 class JSONResponse(Response):
@@ -19,6 +19,7 @@ class JSONResponse(Response):
 
 
 def event(data: object, name: str | None = None) -> bytes:
-    """A server-sent event."""
+    """Returns the bytes of a server-sent event. data: what it holds as JSON. name: the event's
+    name, None for an event without one."""
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
