@@ -29,7 +29,7 @@ from infer.text.text_schemas import ANY, NOTHING, exactly, patterns_of
 from infer.text.tool_formats import DSML_TAGS, GLM_TAGS, Tags, value_followers
 
 _SPACES = r"[ \t\r\n]*"
-_SCALARS = {  # as JSON has them
+_SCALARS = {  # the form of each type's values in JSON
     "null": "null",
     "boolean": "true|false",
     "integer": READ_AS["integer"],
@@ -38,30 +38,32 @@ _SCALARS = {  # as JSON has them
 
 
 class Rules(Protocol):
-    """A grammar that is being written."""
+    """A grammar that is being written. Its methods add rules to it, and return expressions in
+    Lark."""
 
     def rule(self, body: str) -> str:
-        """The name of a new rule."""
+        """Adds a rule and returns its name."""
 
     def recursive(self, write: Callable[[str], str]) -> str:
-        """The name of a new rule that may refer to itself: `write` gets the name and returns the
-        body."""
+        """Adds a rule that may refer to itself, and returns its name. write: makes the rule's body,
+        given the name."""
 
     def terminal(self, body: str) -> str:
-        """The name of a regular expression."""
+        """Adds a terminal, which is a regular expression, and returns its name."""
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """The name of a rule for the JSON values that are valid under a schema."""
+        """Adds a rule for the JSON values that are valid under a schema, and returns its name."""
 
     def sequence(self, text: str) -> str:
-        """An expression that matches exactly this text."""
+        """Returns an expression that matches exactly this text."""
 
     def before(self, text: str, end: str, *, loose: bool) -> str:
-        """Returns an expression for what the terminal `text` matches, with `end` behind it."""
+        """Returns an expression for a text that the terminal `text` matches, with `end` behind
+        it."""
 
 
 def escaped(pattern: str) -> str:
-    """A regular expression in the form in which it stands between slashes."""
+    """Returns a regular expression in the form in which it stands between slashes."""
     found = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern, flags=re.DOTALL)
     return found.replace("\n", "\\n")
 
@@ -78,10 +80,11 @@ class Arguments:
         *,
         strict: bool,
     ) -> None:
-        """parameters: the schema. error_of: why a schema of JSON cannot be followed."""
+        """parameters: the function's schema. error_of: returns the reason why a JSON schema cannot
+        be followed, or None."""
         self._lark, self._root, self._strict = lark, parameters, strict
         self._error_of = error_of
-        self._known: dict[str, str] = {}  # rules of Gemma's values by their schemas
+        self._known: dict[str, str] = {}  # the rules of Gemma's values, by the values' schemas
 
     def python(self) -> str:
         """Returns the grammar of arguments as `a=1, b="x"`."""
@@ -112,16 +115,18 @@ class Arguments:
         return ways
 
     def _unheld(self, what: str) -> None:
-        """Note a part of the schema that cannot be followed. Raises SchemaError if strict."""
+        """Takes note of a part of the schema that cannot be followed. Raises SchemaError if the
+        function is strict."""
         if self._strict:
             raise SchemaError(what)
 
     def _properties(
         self, way: Way, is_name: Callable[[str], bool], *, nested: bool = False
     ) -> tuple[list[tuple[str, object, bool]], object]:
-        """Returns the members of an object (name, schema, whether it is required), and the schema
-        of others, False if there may be none. Where arguments are named and nothing is said of
-        others, there are none: models make them up. is_name: whether the format can write it."""
+        """Returns the members of an object, each as its name, its schema and whether it is
+        required; and the schema of all other members, False if there may be none. If arguments are
+        named and the schema is silent about others, there are none, because models make them up.
+        is_name: whether the format can write a name."""
         named = dict(way.get("properties", {}))
         others = way.get("additionalProperties", nested or not named)
         required = way.get("required", ())
@@ -148,13 +153,13 @@ class Arguments:
         return found, others
 
     def _other_name(self, named: Iterable[tuple[str, object, bool]]) -> str:
-        """A terminal for a name that is none of these."""
+        """Returns a terminal for a name that is not among these."""
         taken = "|".join(exactly(name) for name, _, _ in named)
         shape = "/[A-Za-z_][A-Za-z0-9_]*/"
         return self._lark.terminal(f"{shape} & ~/{escaped(taken)}/" if taken else shape)
 
     def _json(self, schema: object, kinds: Collection[str] | None = None) -> str:
-        """A rule for a value in JSON. kinds: allow only values of these types."""
+        """Returns a rule for a value in JSON. kinds: the types that the value may have."""
         try:
             own = standalone(schema, self._root)
         except SchemaError:
@@ -172,8 +177,9 @@ class Arguments:
         return self._lark.json(own)
 
     def _text(self, ways: Iterable[Way], without: str, apart: Iterable[str] = ()) -> str:
-        """The body of a terminal of texts that are valid in one of these ways. without: a regular
-        expression that is found in none of them. apart: the types that none of them looks like."""
+        """Returns the body of a terminal for texts that are valid in one of these ways. without: a
+        regular expression that no such text may contain. apart: types as whose values no such text
+        may be read."""
         shape = [f"/{ANY}/", f"~{self._begins_with(f'{ANY}(?:{without})')}"]
         for kind in sorted(apart):
             if kind in BEGINS_AS:
@@ -193,9 +199,9 @@ class Arguments:
         return " | ".join(f"({each})" for each in found)
 
     def _begins_with(self, pattern: str) -> str:
-        """A terminal that matches everything that begins with a match of a regular expression. The
-        rest may be any bytes, not only text, so that llguidance sees at once where the complement
-        can match no more."""
+        """Returns a terminal that matches everything that begins with a match of a regular
+        expression. The rest may be any bytes, not only text: so llguidance sees at once where the
+        terminal's complement can match no more."""
         nothing = self._lark.terminal(f"/{NOTHING}/")
         anything = self._lark.terminal(f"~{nothing}")
         return self._lark.terminal(f"/{escaped(pattern)}/ {anything}")
@@ -205,14 +211,14 @@ class Arguments:
     def _separated(
         self, entries: Sequence[tuple[str, bool]], separator: str, other: str = ""
     ) -> str:
-        """A grammar of entries with separators between them. Each entry is a rule, and whether it
-        must come. First come all that must, then any of the others, both in this order, then any
-        number of `other`."""
+        """Returns a grammar of entries with separators between them. entries: the rule of each
+        entry, and whether it must come. All entries that must come stand first, then any of the
+        others, both in this order, then any number of `other`."""
         between = self._lark.sequence(separator)
         more = f"({between} {other})*" if other else ""
         needed = [name for name, is_needed in entries if is_needed]
         others = [name for name, is_needed in entries if not is_needed]
-        tails = [more]  # behind another
+        tails = [more]  # what may follow an entry
         for name in reversed(others):
             tails.append(self._lark.rule(f"({between} {name})? {tails[-1]}"))
         if needed:
@@ -234,7 +240,7 @@ class Arguments:
         return self._separated(entries, ", ", other)
 
     def _xml(self, tags: Tags, way: Way) -> str:
-        """A grammar of the parameters, in the order of the schema."""
+        """Returns a grammar of the parameters as tags, in the order of the schema."""
         lark = self._lark
         named, others = self._properties(way, partial(_is_xml_name, tags))
         more, may_end = "", True  # more: the text after the beginning of the next parameter's tag
@@ -253,9 +259,9 @@ class Arguments:
     def _xml_parameter(
         self, tags: Tags, key: str, name: str, schema: object, more: str, may_end: bool = True
     ) -> str:
-        """The grammar of a parameter, from behind the beginning of its tag up to what follows: the
-        beginning of the next parameter and `more`, if there is any, or the end of the call, if
-        `may_end`."""
+        """Returns the grammar of a parameter, from behind the beginning of its tag up to what
+        follows it: the beginning of the next parameter and `more`, if `more` is not empty, or the
+        end of the call, if `may_end`."""
         lark = self._lark
         newline = "\n" if tags.newlines else ""
         end = f"{newline}{tags.value_end}\n"
@@ -300,8 +306,9 @@ class Arguments:
         return parameter(values)
 
     def _scalar(self, way: Way) -> str:
-        """The body of a terminal of one type's values, where others are text. All must be one
-        lexeme: of several, llguidance goes on with the longest alone."""
+        """Returns the body of a terminal for the values of one type, which stand where other values
+        are texts. It is one terminal, because llguidance goes on with the longest alone if several
+        match."""
         if "enum" in way:
             return f"/{escaped('|'.join(exactly(json.dumps(each)) for each in way['enum']))}/"
         for key in way.keys() - {"type"}:
@@ -309,7 +316,7 @@ class Arguments:
         return f"/{escaped(_SCALARS[way['type']])}/"
 
     def _gemma(self, quote: str, schema: object) -> str:
-        """A rule for a value in the format of Gemma, which may contain other values."""
+        """Returns a rule for a value in Gemma's format, which may contain other values."""
         known = json.dumps(schema, sort_keys=True)
         if known not in self._known:
 
@@ -339,7 +346,7 @@ class Arguments:
         return self._any_of(written)
 
     def _gemma_items(self, quote: str, way: Way) -> str:
-        """A rule for the items of a list in the format of Gemma, with commas between them."""
+        """Returns a rule for the items of a list in Gemma's format, with commas between them."""
         if "enum" in way:
             self._unheld("enum or const of a list")
         items = way.get("items", True)
@@ -353,7 +360,7 @@ class Arguments:
         if most is not None and least > most:
             self._unheld(f"minItems {least} of at most {most} items")
             least = most
-        tail = ""  # behind the first
+        tail = ""  # the items behind the first
         if most is None or most > count:
             bounds = f"{max(0, least - count)},{'' if most is None else most - count}"
             tail = f'("," {item}){{{bounds}}}'
@@ -379,8 +386,8 @@ class Arguments:
 
 
 def _texts(patterns: Iterable[str]) -> dict[str, Any]:
-    """A schema of texts that match all of these patterns, by which one can find out whether there
-    are any."""
+    """Returns a JSON schema of the texts that match all of these patterns. It serves to find out
+    whether there is any such text."""
     return {"type": "string", "allOf": [{"pattern": f"^(?:{each})$"} for each in patterns]}
 
 

@@ -24,8 +24,9 @@ _NUMPY_ENTRY = re.compile(r"((?:\\?\*){0,2}\w+(?:\s*,\s*(?:\\?\*){0,2}\w+)*)\s*(
 
 
 def read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
-    """The description, which is all but the sections of parameters, results and errors; and what
-    is said of each parameter by its name. docstring: as `inspect.getdoc` returns it."""
+    """Returns the description of a function, which is the docstring without its sections about
+    parameters, results and errors; and the description of each parameter by its name. docstring: as
+    `inspect.getdoc` returns it."""
     lines = docstring.splitlines()
     kept: list[str] = []
     texts: dict[str, str] = {}
@@ -57,7 +58,7 @@ def _is_within(line: str) -> bool:
 
 
 def _numpy_end(lines: Sequence[str]) -> int:
-    """How many lines there are before the next header."""
+    """Returns how many lines there are before the next header."""
     for place in range(1, len(lines) - 1):
         if lines[place].strip() and _DASHES.fullmatch(lines[place + 1]):
             return place

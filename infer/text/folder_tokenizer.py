@@ -14,7 +14,7 @@ from infer.text.chat import read_templates
 from infer.text.tokenizer import MAX_ID, Tokenizer
 
 _DAMAGED = "Fetch the model again."
-# The names of special tokens that come before others where they are added.
+# The names of the special tokens that are added before all others.
 _FIRST = (
     "bos_token",
     "eos_token",
@@ -27,8 +27,8 @@ _FIRST = (
 
 
 def open_tokenizer(path: Path, template: str | None = None) -> Tokenizer:
-    """The tokenizer of a model folder or a GGUF file. template: the source of a chat template that
-    replaces the model's own. Raises TokenizerError."""
+    """Returns the tokenizer of a model folder or a GGUF file. template: the source of a chat
+    template that replaces the model's own. Raises TokenizerError if the files cannot be read."""
     tokenizer = folder_tokenizer(path) if not path.is_file() else _of_gguf(path)
     if template is not None:
         tokenizer.templates = {"default": template}
@@ -36,7 +36,8 @@ def open_tokenizer(path: Path, template: str | None = None) -> Tokenizer:
 
 
 def _of_gguf(path: Path) -> Tokenizer:
-    from infer.models.loading.formats.gguf import Gguf  # here, as most models need no GGUF
+    # Imported here, because most models need no GGUF.
+    from infer.models.loading.formats.gguf import Gguf
     from infer.text.gguf_tokenizer import gguf_tokenizer
 
     gguf = Gguf.open(path)
@@ -58,10 +59,11 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
             ".save_pretrained(folder)."
         )
     with foreign(f"{path} cannot be read as a tokenizer", hint=_DAMAGED), open_file(path):
-        backend = tokenizers.Tokenizer.from_file(str(path))  # the library would wait for a pipe
+        # The library would wait for ever for a named pipe.
+        backend = tokenizers.Tokenizer.from_file(str(path))
     config = read_json(folder / "tokenizer_config.json")
     added: dict[str, Any] = {}
-    if "added_tokens_decoder" not in config:  # if it is there, the older files add nothing
+    if "added_tokens_decoder" not in config:  # with this key, the older files add nothing
         config |= read_json(folder / "special_tokens_map.json")
         added = read_json(folder / "added_tokens.json")
     model_config = read_json(folder / "config.json")
@@ -81,7 +83,8 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} where there is no file."""
+    """Returns the object in a JSON file, {} if there is no such file. Raises TokenizerError if the
+    file holds anything else."""
     if not path.exists():
         return {}
     try:
@@ -94,8 +97,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, tokenizers.AddedToken]:
-    """Special tokens by name, in the order in which they are added: the `..._token` entries, and
-    those that extra_special_tokens has names for."""
+    """Returns the special tokens by name, in the order in which they are added: the `..._token`
+    entries, then the tokens that extra_special_tokens names."""
     extra = config.get("extra_special_tokens")
     values = dict.fromkeys(_FIRST) | {k: v for k, v in config.items() if k.endswith("_token")}
     values |= extra if isinstance(extra, dict) else {}
@@ -114,7 +117,7 @@ def _add_tokens(
     added: Mapping[str, Any],
     named: Mapping[str, tokenizers.AddedToken],
 ) -> None:
-    """Add the tokens that tokenizer.json lacks, or has with other flags, as transformers does.
+    """Adds the tokens that tokenizer.json lacks or has with other flags, as transformers does.
     added: the contents of added_tokens.json, ids by texts."""
     present = backend.get_added_tokens_decoder()
     special = {token.content: token for token in (*named.values(), *_unnamed(config))}
@@ -140,7 +143,8 @@ def _add_tokens(
 
 
 def _unnamed(config: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
-    """Special tokens without names, under the key of transformers 5 or under the older one."""
+    """Returns the special tokens without names, which stand under a key of transformers 5 or under
+    an older one."""
     found = config.get("extra_special_tokens")
     if not found or isinstance(found, dict):
         found = config.get("additional_special_tokens") or []
@@ -152,7 +156,8 @@ def _unnamed(config: Mapping[str, Any]) -> list[tokenizers.AddedToken]:
 
 
 def _token(value: Any) -> tokenizers.AddedToken:
-    """A token that is text, and special, or an object with its text and flags."""
+    """Returns a token of the config: a text, which is a special token, or an object with the
+    token's text and flags."""
     try:
         if isinstance(value, dict):
             flags = {name: flag for name, flag in value.items() if name != "__type"}

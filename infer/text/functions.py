@@ -39,7 +39,8 @@ _OBJECTS = (dict, Mapping, MutableMapping)
 
 
 class WrongValueError(ValueError):
-    """A value that an argument cannot have. place: where in the arguments, as ".cities[0]"."""
+    """A value that an argument cannot have. place: where in the arguments the value stands, as
+    ".cities[0]"."""
 
     def __init__(self, what: str, place: str = "") -> None:
         super().__init__(f"{place} {what}")
@@ -57,7 +58,8 @@ class ValueType:
 
 @dataclass(frozen=True)
 class PythonFunction:
-    """A function that an answer may call. arguments: all of them, by their names."""
+    """A function that an answer may call. arguments: the type of all arguments together, by their
+    names."""
 
     name: str
     description: str
@@ -65,7 +67,8 @@ class PythonFunction:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> PythonFunction:
-        """Raises RequestError for a function that cannot be described."""
+        """Describes a function by its signature and its docstring. Raises RequestError if that is
+        not possible."""
         name, docstring = _named(function)
         description, texts = read_docstring(docstring)
         annotations = _Annotations()
@@ -81,8 +84,8 @@ class PythonFunction:
         return {"type": "function", "function": described | {"parameters": self.arguments.schema}}
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call as the types that the function takes. Raises ValueError for
-        arguments that it does not take."""
+        """Returns the arguments of a call as the types that the function takes. Raises ValueError
+        for arguments that it does not take."""
         try:
             read: dict[str, Any] = self.arguments.read(arguments)
         except WrongValueError as wrong:
@@ -91,7 +94,8 @@ class PythonFunction:
 
 
 def _named(function: Any) -> tuple[str, str]:
-    """The name and the docstring of a function, a class, or an object that can be called."""
+    """Returns the name and the docstring of a function, a class, or an object that can be
+    called."""
     while isinstance(function, partial):
         function = function.func
     name: str = getattr(function, "__name__", type(function).__name__)
@@ -100,14 +104,14 @@ def _named(function: Any) -> tuple[str, str]:
         called = type(function).__call__.__doc__
         docstring = inspect.cleandoc(called) if called else docstring
     if is_dataclass(function) and docstring.startswith(f"{name}("):
-        docstring = ""  # the decorator wrote it: a signature
+        docstring = ""  # the dataclass decorator wrote this docstring: it is only a signature
     return name, docstring
 
 
 def _parameters(function: Any, name: str) -> Iterator[tuple[inspect.Parameter, Any]]:
     """Yields each parameter that a call may give, with its annotation. Raises RequestError for a
     function that cannot be called with named arguments."""
-    bound: set[str] = set()  # arguments that a partial gives; no call may change them
+    bound: set[str] = set()  # arguments that a functools.partial has given; no call may change them
     annotated = function
     while isinstance(annotated, partial):
         bound |= annotated.keywords.keys()
@@ -141,14 +145,16 @@ class _Annotations:
         self._within: list[type] = []  # dataclasses that are being described
 
     def of(self, function: Any, name: str, texts: Mapping[str, str]) -> ValueType:
-        """The type of all arguments of a function or a class, as a dictionary. texts: the
-        descriptions of parameters in its docstring. Raises RequestError."""
+        """Returns the type of all arguments of a function or a class, as a dictionary. texts: the
+        descriptions of parameters in its docstring. Raises RequestError for an annotation that no
+        JSON schema can express."""
         if isinstance(function, type) and _is_pydantic(function):
             return self._model(function, name)
         values: dict[str, ValueType] = {}
         properties: dict[str, Any] = {}
         required: list[str] = []
-        defaults: dict[str, Callable[[], Any]] = {}  # that the function itself does not have
+        # Defaults that the function itself does not fill in.
+        defaults: dict[str, Callable[[], Any]] = {}
         for each, hint in _parameters(function, name):
             default = each.default
             if _is_field(default):
@@ -248,7 +254,7 @@ class _Annotations:
         return ValueType(own.schema | {"additionalProperties": False} | about, read)
 
     def _model(self, model: type, name: str) -> ValueType:
-        """The arguments of a class of pydantic's, which reads them itself."""
+        """Returns the arguments of one of pydantic's classes, which reads them itself."""
         value = self._pydantic(model)
         if value is None:
             raise RequestError(f"pydantic gives no JSON schema of {name}.")
@@ -296,8 +302,9 @@ class _Annotations:
         return ValueType(self._inlined(closed(schema)), read)
 
     def _inlined(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """A copy of a schema with each definition at the place of its reference, because few chat
-        templates show definitions. Definitions that contain themselves stay in `definitions`."""
+        """Returns a copy of a schema with each definition at the place of its reference, because
+        few chat templates show definitions. Definitions that contain themselves stay in
+        `definitions`."""
         own: dict[str, Any] = schema.pop("$defs", {})
         parts = {name: _references(each) for name, each in own.items()}
         for through in own:
@@ -311,7 +318,7 @@ class _Annotations:
             if not isinstance(part, dict):
                 return part
             kept = {key: moved(each) for key, each in part.items()}
-            if "oneOf" in part:  # it says which reference is for which value
+            if "oneOf" in part:  # a discriminator, which names the reference for each value
                 kept.pop("discriminator", None)
             name = _reference(part.get("$ref"))
             if name is None:
@@ -330,7 +337,7 @@ class _Annotations:
 
 
 def _references(part: Any) -> set[str]:
-    """The names of the definitions that a schema refers to."""
+    """Returns the names of the definitions that a schema refers to."""
     if isinstance(part, list):
         return set().union(*map(_references, part))
     if not isinstance(part, dict):
@@ -351,7 +358,7 @@ def _unused(name: str, names: Container[str]) -> str:
 
 
 def _is_pydantic(thing: object) -> bool:
-    """Whether pydantic has to say what an annotation, or a part of one, means."""
+    """Whether only pydantic can tell the meaning of an annotation, or of a part of it."""
     kind = thing if isinstance(thing, type) else type(thing)
     hooks = ("__get_pydantic_core_schema__", "__pydantic_core_schema__")
     return kind.__module__.partition(".")[0] in _PYDANTIC or any(hasattr(kind, h) for h in hooks)
@@ -377,7 +384,7 @@ def _wrong(wanted: str, value: object) -> WrongValueError:
 
 
 def _at(place: str, kind: ValueType, value: object) -> Any:
-    """Read the value of a part. place: where the part is, for the error."""
+    """Reads the value of a part of the arguments. place: where the part is, for the error."""
     try:
         return kind.read(value)
     except WrongValueError as wrong:
@@ -442,8 +449,8 @@ _SCALARS: dict[type, ValueType] = {
 
 
 def _choice(options: Sequence[tuple[Any, Any]]) -> ValueType | None:
-    """The type of one of several values, or None if one of them is not plain. options: pairs of a
-    value in JSON and the Python value that it stands for."""
+    """Returns the type of one of several values, or None if one of them is not plain. options:
+    pairs of a value in JSON and the Python value that it stands for."""
     plain = [option for option, _ in options]
     if not plain or not all(isinstance(each, str | int | float | None) for each in plain):
         return None
@@ -479,7 +486,7 @@ def _union(parts: Sequence[ValueType]) -> ValueType:
 
 
 def _list(parts: Sequence[ValueType], kind: type[list[Any]] | type[tuple[Any, ...]]) -> ValueType:
-    """The type of a list or a tuple. parts: the type of its items, if it is known."""
+    """Returns the type of a list or a tuple. parts: the type of its items, if it is known."""
     item = parts[0] if parts else _ANYTHING
 
     def read(value: object) -> Any:
@@ -504,7 +511,8 @@ def _tuple(parts: Sequence[ValueType]) -> ValueType:
 
 
 def _dict(parts: Sequence[ValueType]) -> ValueType:
-    """The type of a dictionary. parts: the types of its keys and its values, if they are known."""
+    """Returns the type of a dictionary. parts: the types of its keys and its values, if they are
+    known."""
     item = parts[1] if parts else _ANYTHING
 
     def read(value: object) -> dict[str, Any]:
@@ -517,7 +525,7 @@ def _dict(parts: Sequence[ValueType]) -> ValueType:
 
 
 def _default(value: object) -> dict[str, Any]:
-    """The keyword `default` of a schema, or nothing if JSON cannot express the value."""
+    """Returns the keyword `default` of a schema, or nothing if JSON cannot express the value."""
 
     def plain(part: Any) -> Any:
         if isinstance(part, Enum):
@@ -526,7 +534,8 @@ def _default(value: object) -> dict[str, Any]:
             return part.isoformat()
         if is_dataclass(part) and not isinstance(part, type):
             return {each.name: getattr(part, each.name) for each in fields(part)}
-        if hasattr(part, "model_dump") and not isinstance(part, type):  # a model of pydantic's
+        # An instance of a pydantic model.
+        if hasattr(part, "model_dump") and not isinstance(part, type):
             return part.model_dump(mode="json")
         raise TypeError(f"{part!r} is not in JSON")
 

@@ -30,7 +30,7 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
-_QWEN35 = (  # marks are of words
+_QWEN35 = (  # combining marks count as parts of words
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -51,8 +51,8 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-# Letters with cases, as the first DeepSeek lists them, by their numbers: some are other characters
-# once they are normalised.
+# The code points of letters with cases, as the first DeepSeek lists them. They are numbers, because
+# normalising this file would turn some of the letters into others.
 _CASED_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293"
     "\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c"
@@ -78,9 +78,11 @@ _DEEPSEEK = (
     r"\p{N}",
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
-# Characters of a token that is made by merges, of which each is tried; vocabularies have hundreds.
+# The most characters of a token that is made by merges, since each way to split it is tried.
+# Vocabularies have tokens of hundreds.
 _LONGEST = 1 << 12
-# tokenizer.ggml.pre -> what text is split by, one after the other, before bytes are merged.
+# tokenizer.ggml.pre -> the patterns that split a text, one after the other, before bytes are
+# merged.
 _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("lfm2", "glm4", "chatglm-bpe"), (_LLAMA3,)),
@@ -95,17 +97,17 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "gpt-4o": (_GPT4O,),
     "seed-coder": (_SEED,),
 }
-# Pre-tokenizers that split words in GPT-2's own way after their own.
+# Pre-tokenizers that split by their own patterns first, and then as GPT-2 does.
 _BY_GPT2 = ("smollm", "starcoder", "refact", "command-r", "gpt-2", "phi-2", "olmo", "exaone4")
-# Words of the vocabulary are not merged.
+# Pre-tokenizers with which words of the vocabulary are not merged from bytes.
 _WHOLE = ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
 _NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "hunyuan", "command-r", "olmo")
 
 # The tokens that end a turn in gpt-oss and Solar Open, where <|end|> only ends a message.
 _ENDS_WITH_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
-# Tokens that end a turn, whether or not a file says so: many name only one, and some give them a
-# type of tokens that stand for text. As llama.cpp has them (llama-vocab.cpp), without what it ends
-# answers at that fill in the middle.
+# Tokens that end a turn, whether or not a file says so: many files name only one, and some give
+# them a type of tokens that stand for text. The list is llama.cpp's (llama-vocab.cpp), without the
+# tokens that end answers which fill in the middle.
 _ENDS_BY_TEXT = {
     "<|eot_id|>",
     "<|eom_id|>",  # Llama 3
@@ -127,14 +129,15 @@ _ENDS_BY_TEXT = {
     *_ENDS_WITH_MESSAGES[0],
     *_ENDS_WITH_MESSAGES[1],
 }
-# Tokens of Phi-3 that do not strip the space behind them.
+# Tokens of Phi-3 that leave the space behind them in place.
 _PHI3_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
-    """The tokenizer, its special tokens and chat templates.
+    """Returns the tokenizer of a GGUF file, with its special tokens and chat templates.
 
-    Raises TokenizerError for a kind that is not implemented, and for metadata that is incomplete.
+    Raises TokenizerError for a kind of tokenizer that is not implemented, and for metadata that is
+    incomplete.
     """
     found = _Metadata(gguf)
     kinds = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece}
@@ -176,7 +179,7 @@ def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
         token: i for i, (token, of) in enumerate(zip(tokens, types, strict=True)) if of == _CONTROL
     }
     eos_ids = {found.token_id(key, len(tokens)) for key in _ENDS}
-    # In some vocabularies </s> is HTML, of another type.
+    # In some vocabularies </s> is a tag of HTML, with another type.
     eos_ids |= {control.get(token) for token in (*_ENDS_BY_TEXT, "</s>")}
     if any(ends <= control.keys() for ends in _ENDS_WITH_MESSAGES):
         eos_ids.discard(control.get("<|end|>"))
@@ -191,8 +194,8 @@ def gguf_tokenizer(gguf: Gguf) -> Tokenizer:
 
 
 def _types(found: "_Metadata", tokens: Sequence[str]) -> list[float]:
-    """The type of each token. Tokens that control models are control tokens, whatever the file
-    says: some are plain words there, and would be merged from pieces."""
+    """Returns the type of each token. Tokens that control models are control tokens, whatever the
+    file says: some files have them as plain words, which would be merged from pieces."""
     infill = find_infill(frozenset(tokens).__contains__)
     parts = () if infill is None else (infill.prefix, infill.suffix, infill.middle)
     types = found.numbers("token_type", len(tokens), _NORMAL)
@@ -201,16 +204,17 @@ def _types(found: "_Metadata", tokens: Sequence[str]) -> list[float]:
 
 
 def _is_phi3(metadata: Mapping[str, Any], kind: str) -> bool:
-    """Whether special tokens take the space behind them, which no file says. This holds for Phi-3
-    and Phi-3.5, but not for Phi-4, which has the same architecture and another kind of tokenizer.
-    llama.cpp decides by the name, as files may have been converted to Llama's architecture."""
+    """Whether special tokens take the space behind them, which no file says. They do in Phi-3 and
+    Phi-3.5, but not in Phi-4, which has the same architecture and another kind of tokenizer. As in
+    llama.cpp, the model's name decides, because files may have been converted to Llama's
+    architecture."""
     name = str(metadata.get("general.name")).lower()
     of_phi3 = metadata.get("general.architecture") == "phi3" and kind == "llama"
     return of_phi3 or "phi-3" in name or "phi3" in name
 
 
 class _Metadata:
-    """Reads metadata of the tokenizer and checks its types."""
+    """Reads metadata of the tokenizer and checks its types. Its methods raise TokenizerError."""
 
     def __init__(self, gguf: Gguf) -> None:
         self.gguf = gguf
@@ -228,7 +232,7 @@ class _Metadata:
         return value
 
     def numbers(self, key: str, count: int, default: float | None = None) -> Sequence[float]:
-        """A list of numbers, one for each token."""
+        """Returns a list of numbers, one for each token."""
         value = self.gguf.metadata.get(_KEY + key)
         if value is None and default is not None:
             return [default] * count
@@ -250,8 +254,8 @@ class _Metadata:
 def _byte_level(
     found: _Metadata, tokens: Sequence[str], types: Sequence[float]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """The tokenizer that merges bytes, as GPT-2's does, and whether it adds BOS if the file does
-    not say."""
+    """Returns the tokenizer that merges bytes, as GPT-2's does, and whether it adds BOS if the file
+    does not say."""
     pre = found.get("pre", str, "")
     if pre not in _SPLITS:
         raise TokenizerError(
@@ -272,8 +276,9 @@ def _byte_level(
 def _sentencepiece(
     found: _Metadata, tokens: Sequence[str], types: Sequence[float]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """The BPE tokenizer of SentencePiece: merges of characters, and bytes for unknown characters.
-    The merges of Gemma 4 are always listed in the file."""
+    """Returns the BPE tokenizer of SentencePiece, which merges characters and has bytes for unknown
+    ones; and whether it adds BOS if the file does not say. Files of Gemma 4 always list the
+    merges."""
     gemma4 = found.get("model", str) == "gemma4"
     if found.get("remove_extra_whitespaces", bool, False):
         raise found.error("removing extra whitespace is not implemented")
@@ -318,8 +323,8 @@ def _sentencepiece(
 
 
 def _merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The pairs of tokens that are merged, sorted so that the token with the highest score comes
-    first: SentencePiece merges the neighbours whose union scores highest."""
+    """Returns the pairs of tokens that are merged, the pair with the highest score first:
+    SentencePiece merges the neighbours whose union scores highest."""
     pairs = [
         (-score, -cut, token[:cut], token[cut:])
         for token, score in scores.items()
@@ -356,7 +361,7 @@ def _bpe(
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates by name; the only or plain one is called `default`."""
+    """Returns the chat templates by name; the only or plain one is called `default`."""
     templates = {
         key.removeprefix(_TEMPLATE).removeprefix(".") or "default": value
         for key, value in metadata.items()

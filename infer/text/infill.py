@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Infill:
-    """The special tokens of a model, as they stand before the prefix, before the suffix, and before
-    the middle, which is last. suffix_first: whether the suffix stands before the prefix."""
+    """The special tokens with which a model is asked to fill in the middle. prefix, suffix and
+    middle: the token before each of the three parts; the middle comes last. suffix_first: whether
+    the suffix stands before the prefix."""
 
     prefix: str
     suffix: str
@@ -18,7 +19,7 @@ class Infill:
     suffix_first: bool = False
 
     def text(self, prefix: str, suffix: str) -> str:
-        """The prompt that asks for the text between a prefix and a suffix."""
+        """Returns the prompt that asks for the text between a prefix and a suffix."""
         parts = [self.prefix + prefix, self.suffix + suffix]
         return "".join(parts[::-1] if self.suffix_first else parts) + self.middle
 
@@ -34,8 +35,8 @@ _KNOWN = (
 
 
 def find_infill(has_token: Callable[[str], bool]) -> Infill | None:
-    """The tokens with which a vocabulary fills in the middle, or None if it has none. has_token:
-    whether a text is a token."""
+    """Returns the tokens with which a vocabulary fills in the middle, or None if it has no such
+    tokens. has_token: whether a text is a token of the vocabulary."""
     for known in _KNOWN:
         if all(map(has_token, filter(None, (known.prefix, known.suffix, known.middle)))):
             return known

@@ -14,13 +14,15 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
-KINDS = ("string", "number", "boolean", "null", "array", "object")  # a number may be an integer
+# The JSON types; integers are among the numbers.
+KINDS = ("string", "number", "boolean", "null", "array", "object")
 
 _TYPES = (*KINDS, "integer")
 
 SPACE = " \t\r\n"
-# Text that is read as a value of this type where it may be a string, too, with SPACE around it, as
-# regular expressions of Python and of Rust; and the beginnings of objects and arrays.
+# Where a value may be a string or have this type, a text that matches, with SPACE around it, is
+# read as this type. For objects and arrays only the beginning has to match. The expressions mean
+# the same in Python and in Rust.
 READ_AS = {
     "null": "null|None",
     "boolean": "true|false|True|False",
@@ -34,7 +36,7 @@ _NOTES = ("title", "description", "default", "examples", "$comment")
 # Keywords of each type, and how the values of two schemas for one value are combined.
 _LARGER = ("minLength", "minItems", "minProperties", "minimum", "exclusiveMinimum")
 _SMALLER = ("maxLength", "maxItems", "maxProperties", "maximum", "exclusiveMaximum")
-_ALL = ("pattern", "format", "multipleOf")  # lists
+_ALL = ("pattern", "format", "multipleOf")  # keywords whose values become lists
 _OWN: dict[str, tuple[str, ...]] = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "integer": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -54,17 +56,17 @@ Way = dict[str, Any]
 
 
 class SchemaError(Exception):
-    """A part of a schema cannot be followed; its text says which and why."""
+    """A part of a schema cannot be followed. The text says which part, and why."""
 
 
 def ways_of(schema: object, root: Mapping[str, Any]) -> list[Way]:
-    """The ways in which a value can be valid: a list of schemas without `$ref`, `allOf`, `anyOf`,
-    `oneOf` and `const`, each with one `type`. Some of them may be impossible. `pattern` and
-    `format` are lists.
+    """Returns the ways in which a value can be valid: a list of schemas without `$ref`, `allOf`,
+    `anyOf`, `oneOf` and `const`, each with one `type`. Some of them may be impossible. `pattern`
+    and `format` are lists.
 
-    Schemas of items and properties stay as they are; where two say something of the same, they are
-    an `allOf`. Of `oneOf`, that only one may be valid is left out. root: the schema in which
-    references are looked up. Raises SchemaError for what cannot be followed.
+    Schemas of items and properties stay as they are; if two apply to one value, they become an
+    `allOf`. That only one schema of a `oneOf` may be valid is not held to. root: the schema in
+    which references are looked up. Raises SchemaError for a part that cannot be followed.
     """
     try:
         found = _ways(schema, root, ())
@@ -77,8 +79,8 @@ def ways_of(schema: object, root: Mapping[str, Any]) -> list[Way]:
 
 
 def loose_ways_of(schema: object, root: Mapping[str, Any]) -> list[Way]:
-    """`ways_of`, or, if the schema cannot be followed, the ways of a schema that allows
-    everything."""
+    """Returns `ways_of` a schema or, if the schema cannot be followed, the ways of a schema that
+    allows everything."""
     try:
         return ways_of(schema, root) or _plain_ways({})
     except SchemaError:
@@ -86,8 +88,8 @@ def loose_ways_of(schema: object, root: Mapping[str, Any]) -> list[Way]:
 
 
 def argument_ways(parameters: Mapping[str, Any]) -> list[Way]:
-    """The ways in which the arguments of a function may be valid, all of them objects. Raises
-    SchemaError for what cannot be followed."""
+    """Returns the ways in which the arguments of a function may be valid, all of them objects.
+    Raises SchemaError for a part that cannot be followed."""
     ways = [way for way in ways_of(parameters, parameters) if way["type"] == "object"]
     if not ways:
         raise SchemaError("it allows no object")
@@ -95,7 +97,8 @@ def argument_ways(parameters: Mapping[str, Any]) -> list[Way]:
 
 
 def loose_argument_ways(parameters: Mapping[str, Any]) -> list[Way]:
-    """`argument_ways`, or, if the schema cannot be followed, the schema itself."""
+    """Returns `argument_ways` of a schema or, if the schema cannot be followed, the schema
+    itself."""
     try:
         return argument_ways(parameters)
     except SchemaError:
@@ -104,17 +107,17 @@ def loose_argument_ways(parameters: Mapping[str, Any]) -> list[Way]:
 
 @dataclass(frozen=True)
 class Argument:
-    """How an argument's value is read if texts stand without quotes.
+    """The way in which an argument's value is read in formats that write texts without quotes.
 
-    kinds: the JSON types that it may have. apart: those of them that text must not look like,
-    because not every value of these types is valid.
+    kinds: the JSON types that the value may have. apart: those of these types that a text must not
+    look like, because not every value of them is valid.
     """
 
     kinds: frozenset[str]
     apart: frozenset[str]
 
     def may_be_other(self, text: str) -> bool:
-        """Whether a text would be read as one of the argument's other types."""
+        """Whether a text would be read as a value of another type of the argument."""
         text = text.strip(SPACE)
         return any(
             text.startswith(BEGINS_AS[kind])
@@ -124,13 +127,13 @@ class Argument:
         )
 
     def of(self, kinds: frozenset[str]) -> Argument:
-        """How a value is read if it is known to have one of these types."""
+        """Returns how a value is read that is known to have one of these types."""
         known = self.kinds & kinds or kinds
         return Argument(known, known - {"string"})
 
 
 def argument_of(parameters: Mapping[str, Any], name: str) -> Argument:
-    """How the value of the argument `name` of a function is read."""
+    """Returns how the value of the argument `name` of a function is read."""
     kinds: set[str] = set()
     free = set(KINDS)
     for way in loose_argument_ways(parameters):
@@ -143,13 +146,14 @@ def argument_of(parameters: Mapping[str, Any], name: str) -> Argument:
 
 
 def kind_of(value: object) -> str:
-    """The JSON type of a value."""
+    """Returns the JSON type of a value."""
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
     return "null" if value is None else names.get(type(value), "object")
 
 
 def standalone(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a schema that has all it refers to in its own `$defs`, without its descriptions."""
+    """Returns a copy of a schema that has all it refers to in its own `$defs`, without
+    descriptions."""
     names: dict[str, str] = {}
     found: dict[str, Any] = {}
 
@@ -182,8 +186,8 @@ def standalone(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def closed(schema: Any) -> Any:
-    """A copy of pydantic's schema whose objects allow no further properties: pydantic's models
-    ignore properties that they do not know, so a model need not write any."""
+    """Returns a copy of pydantic's schema whose objects allow no further properties: pydantic's
+    models ignore properties that they do not know, so a model need not write any."""
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -211,8 +215,8 @@ def target(pointer: object, root: object) -> object:
 
 
 def _ways(schema: object, root: Mapping[str, Any], within: tuple[str, ...]) -> list[Way]:
-    """`ways_of` before values of `enum` are checked. within: the references that are being
-    followed."""
+    """Returns `ways_of` before the values of `enum` are checked. within: the references that are
+    being followed."""
     if schema is False:
         return []
     if schema is not True and not isinstance(schema, Mapping):
@@ -241,7 +245,8 @@ def _list(schema: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def _plain_ways(schema: Mapping[str, Any]) -> list[Way]:
-    """Returns the ways to be valid by the schema's own keywords, without references and parts."""
+    """Returns the ways to be valid by the schema's own keywords, without its references and
+    combinations."""
     declared = schema.get("type", KINDS)
     types = [declared] if isinstance(declared, str) else declared
     if not isinstance(types, list | tuple) or not all(each in _TYPES for each in types):
@@ -257,7 +262,8 @@ def _plain_ways(schema: Mapping[str, Any]) -> list[Way]:
             if key in schema:
                 _check(key, schema[key])
                 way[key] = [schema[key]] if key in _ALL else schema[key]
-        if isinstance(way.get("items"), list):  # as in drafts of JSON Schema before 2020
+        # A list of schemas here is the form of drafts before 2020.
+        if isinstance(way.get("items"), list):
             way["prefixItems"], way["items"] = way["items"], schema.get("additionalItems", True)
         if values is not None:
             way["enum"] = [each for each in values if _is_of(each, kind)]
@@ -267,8 +273,8 @@ def _plain_ways(schema: Mapping[str, Any]) -> list[Way]:
 
 
 def _check(key: str, value: object) -> None:
-    """Raise SchemaError if the value of a keyword is not of the kind that this module expects."""
-    kinds: tuple[type, ...] = (bool, Mapping, list)  # schemas
+    """Raises SchemaError if the value of a keyword is not of the type that this module expects."""
+    kinds: tuple[type, ...] = (bool, Mapping, list)  # these are the forms of schemas
     if key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
         kinds = (int, float)
     elif key == "multipleOf":
@@ -314,7 +320,7 @@ def _is_of(value: object, kind: str) -> bool:
 
 
 def _both(some: list[Way], others: list[Way]) -> list[Way]:
-    """The ways in which a value can be valid under both of two lists of ways."""
+    """Returns the ways in which a value can be valid under both of two lists of ways."""
     numbers = {"integer", "number"}
     found = [
         _together(one, other)

@@ -25,7 +25,7 @@ _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
 _16_BITS = "[0-9A-Fa-f]{1,4}"
-_GROUPS = [rf"{_16_BITS}(?::{_16_BITS}){{0,{n}}}" for n in range(7)]  # at most n + 1
+_GROUPS = [rf"{_16_BITS}(?::{_16_BITS}){{0,{n}}}" for n in range(7)]  # up to n + 1 groups
 _IPV6 = "|".join(
     [
         f"{_16_BITS}(?::{_16_BITS}){{7}}",
@@ -37,14 +37,14 @@ _IPV6 = "|".join(
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOST = rf"{_LABEL}(?:\.{_LABEL})*"
 _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
-_PART = "(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"  # of a path
+_PART = "(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"  # a character of a path
 _AUTHORITY = rf"(?:[A-Za-z0-9._~-]+@)?{_HOST}(?::[0-9]{{1,5}})?"
 _DAYS = "(?:[0-9]+D|[0-9]+M(?:[0-9]+D)?|[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?)"
 _SECONDS = r"[0-9]+(?:\.[0-9]+)?S"
 _TIMES = f"T(?:{_SECONDS}|[0-9]+M(?:{_SECONDS})?|[0-9]+H(?:[0-9]+M(?:{_SECONDS})?)?)"
 
-# Texts of these formats: by RFC 3339, 4122, 4291, 1123, 5322 without quotes and comments, and 3986
-# with hosts by name or IPv4.
+# The texts of each format, by RFC 3339, 4122, 4291 and 1123, by 5322 without quotes and comments,
+# and by 3986 with hosts that are names or IPv4 addresses.
 FORMATS = {
     "date": _DATE,
     "time": _TIME,
@@ -66,9 +66,9 @@ _NO_TEXT = ("\\b", "\\B", "\\A", "\\z", "\\Z")
 
 
 def patterns_of(way: Mapping[str, Any]) -> list[str]:
-    """Regular expressions that a text must match, all of them and from beginning to end, to be
-    valid under `way`, one of `schemas.ways_of` with the type "string". Without any, every text is
-    valid. Raises SchemaError for a condition that no regular expression can have."""
+    """Returns regular expressions that a text must match, all of them and from beginning to end, to
+    be valid under `way`, one of `schemas.ways_of` with the type "string". If there are none, every
+    text is valid. Raises SchemaError for a condition that no regular expression can have."""
     if "enum" in way:
         options = [each for each in way["enum"] if _is_valid(each, way)]
         return ["|".join(map(exactly, options))] if options else [NOTHING]
@@ -84,7 +84,7 @@ def patterns_of(way: Mapping[str, Any]) -> list[str]:
 
 
 def exactly(text: str) -> str:
-    """A regular expression of exactly this text."""
+    """Returns a regular expression of exactly this text."""
     return re.escape(text).replace("\\\n", "\\n").replace("\\ ", " ")
 
 

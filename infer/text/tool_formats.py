@@ -26,8 +26,8 @@ _NOT_TEXT = frozenset(KINDS) - _TEXT
 @dataclass(frozen=True)
 class ToolFormat:
     """A way of writing calls. signs: texts by which a template of this format is recognised. read:
-    the parser of an answer, or of what follows its reasoning; if `whole`, it parses the reasoning
-    too. markers: texts that may be special tokens. short_ids: as for `Reader`."""
+    the parser of the answer behind its reasoning; if `whole`, of the whole answer, reasoning too.
+    markers: texts that may be special tokens. short_ids: as for `Reader`."""
 
     name: str
     signs: tuple[str, ...]
@@ -37,7 +37,7 @@ class ToolFormat:
     whole: bool = False
 
 
-# JSON: {"name": ..., "arguments": {...}}, or a list of these
+# JSON: {"name": ..., "arguments": {...}}, or a list of such objects
 
 
 def _json(reader: Reader, begin: str, end: str) -> Steps[None]:
@@ -60,7 +60,7 @@ def _json_calls(reader: Reader, end: str, *, bare: bool = False) -> Steps[None]:
 
 
 def _json_call(reader: Reader, *, bare: bool) -> Steps[None]:
-    """Read a call that is a JSON object. bare: the call has no marker around it, so JSON that has
+    """Reads a call that is a JSON object. bare: the call has no marker around it, so JSON that has
     other keys, or names no known function, is text."""
     name: str | None = None
     arguments: str | None = None
@@ -102,7 +102,7 @@ def _json_call(reader: Reader, *, bare: bool) -> Steps[None]:
 
 
 def _arguments(reader: Reader) -> Steps[None]:
-    """Read arguments in JSON and the end of the call. If they are an object, they are passed on
+    """Reads arguments in JSON and the end of the call. If they are an object, they are passed on
     while they arrive."""
     parts: list[str] = []
     is_object = yield from reader.sees("{")
@@ -343,7 +343,7 @@ def _xml_value(reader: Reader, tags: Tags, argument: Argument) -> Steps[None]:
     if tags.newlines:
         ends.append("\n" + tags.value_end)
         yield from reader.skip("\n")
-    if argument.kinds == _TEXT:  # it may be long: it is passed on as it comes
+    if argument.kinds == _TEXT:  # a text may be long: it is passed on while it arrives
         reader.arguments('"')
         end = yield from reader.value_until(
             *ends,
@@ -360,13 +360,14 @@ def _xml_value(reader: Reader, tags: Tags, argument: Argument) -> Steps[None]:
             if not _ends_in_string("".join(parts), argument):
                 break
             parts.append(end)
-        if end is None and first and not reader.is_cut:  # no string was meant
+        # The first end counts: the value was no string.
+        if end is None and first and not reader.is_cut:
             end = parts[first]
             reader.put_back("".join(parts[first + 1 :]))
             del parts[first:]
         if end is not None:
             reader.arguments(_value("".join(parts), argument))
-    if end is None:  # cut off, which shows
+    if end is None:  # the value was cut off; its JSON stays without an end, which shows it
         raise MalformedError
 
 
@@ -387,8 +388,8 @@ def _ends_in_string(text: str, argument: Argument) -> bool:
 
 
 def _value(text: str, argument: Argument) -> str:
-    """The JSON of a value that stands without quotes if it is text. A value that may be text is
-    text, unless it is read as another of its types."""
+    """Returns the JSON of a value that stands without quotes if it is text. A value that may be
+    text is text, unless it is read as a value of another of its types."""
     if "string" in argument.kinds and not argument.may_be_other(text):
         return _dumps(text)
     plain = text.strip(SPACE)
@@ -409,13 +410,14 @@ def _no_constant(name: str) -> None:
 
 
 def _dumps(value: object) -> str:
-    """JSON in which text is as readable as possible. Raises ValueError for infinity and NaN."""
+    """Returns JSON in which text is as readable as possible. Raises ValueError for infinity and
+    NaN."""
     written = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return written if _is_unicode(written) else json.dumps(value)
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether the text can be encoded as UTF-8: halves of surrogate pairs, which escapes can make,
+    """Whether a text can be encoded as UTF-8. Halves of surrogate pairs, which escapes can make,
     cannot."""
     try:
         text.encode()
@@ -426,7 +428,7 @@ def _is_unicode(text: str) -> bool:
 
 # Python: [f(a=1), g(b="x")]
 
-# SystemError: what Python 3.11 makes of some expressions that are nested deeply.
+# Python 3.11 raises SystemError for some expressions that are nested deeply.
 _NO_LITERAL = (SyntaxError, ValueError, MemoryError, RecursionError, SystemError, MalformedError)
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
@@ -468,7 +470,7 @@ def _python_calls(reader: Reader, end: str, *, bare: bool = False) -> Steps[None
 
 
 def _python_arguments(text: str) -> str:
-    """The JSON of arguments in Python's syntax, such as "(a=1, b='x')"."""
+    """Returns the JSON of arguments in Python's syntax, such as "(a=1, b='x')"."""
     try:
         call = ast.parse(f"f{text}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -482,7 +484,7 @@ def _python_arguments(text: str) -> str:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal, Python's or JSON's."""
+    """Returns the value of a literal in the syntax of Python or JSON."""
     match node:
         case ast.Constant(value=str() | int() | float() | None as value):
             return value
@@ -536,7 +538,7 @@ def _gemma_call(reader: Reader, end: str, quote: str) -> Steps[None]:
 
 
 def _gemma_value(text: str, quote: str) -> tuple[str, str]:
-    """JSON of the value that a text begins with, and the rest of the text."""
+    """Returns the JSON of the value with which a text begins, and the rest of the text."""
     text = text.lstrip()
     if text.startswith(quote):
         value, closed, rest = text[len(quote) :].partition(quote)
@@ -620,7 +622,8 @@ def _python_format(name: str, begin: str, end: str) -> ToolFormat:
 
 HERMES = _json_format("hermes", "<tool_call>", "</tool_call>")
 
-# The first of which a template has all signs. Those further down have signs that others have too.
+# A template has the first format whose signs it has all. Formats further down have signs that
+# others have, too.
 FORMATS = (
     ToolFormat(
         "harmony",
@@ -684,6 +687,6 @@ FORMATS = (
 
 
 def find_format(template: str) -> ToolFormat | None:
-    """The format of calls that a chat template shows, or None."""
+    """Returns the format of calls that a chat template shows, or None."""
     found = (each for each in FORMATS if all(sign in template for sign in each.signs))
     return next(found, None)

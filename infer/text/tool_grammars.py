@@ -26,14 +26,14 @@ from infer.text.tool_formats import (
 )
 from infer.text.tools import Tools
 
-_INDEX = "\0"  # where a call's number stands
+_INDEX = "\0"  # stands for a call's number in a layout
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a format writes calls. begin, end: around all calls, or around each. A call is `name`
-    with the function's name in it, the arguments, and `after`. quote: the token around texts of
-    Gemma. tags: the tags of arguments in XML."""
+    """The texts around the parts of a call in a format. begin, end: around all calls, or around
+    each one. A call is `name` with the function's name in it, then the arguments, then `after`.
+    quote: the token around texts in Gemma's format. tags: the tags of arguments in XML."""
 
     begin: str
     name: str
@@ -137,7 +137,7 @@ _LAYOUTS = {
 
 
 def example_call(format_name: str) -> str:
-    """An example of a call in this format, to show to a model."""
+    """Returns an example of a call in this format, to show to a model."""
     layout = _LAYOUTS[format_name]
     arguments = "<arguments as a JSON object>"
     if layout.tags is not None:
@@ -166,13 +166,14 @@ def answer_grammar(
     error_of: Callable[[Mapping[str, Any]], str | None] = lambda _: None,
     content: str | None = None,
 ) -> str | None:
-    """The grammar of an answer; None where it may be any text, or is `content` and nothing else.
+    """Returns the grammar of an answer in Lark; None if the answer may be any text, or must be
+    `content` and nothing else.
 
-    thinking: the prompt has begun the thought. may_think: the answer may begin one.
-    special_tokens, text_tokens: the ids of markers that are tokens, by name; the latter are text as
-    well. loose: special tokens that may stand anywhere in a text. schema_of: what a function's
-    arguments are held to. error_of: why a schema cannot be followed. content: in Lark, what an
-    answer has to be that is no call.
+    thinking: whether the prompt has begun the thought. may_think: whether the answer may begin one.
+    special_tokens, text_tokens: the ids of markers that are tokens, by name; text_tokens are text
+    as well. loose: special tokens that may stand anywhere in a text. schema_of: returns the schema
+    to which a function's arguments are held. error_of: returns the reason why a schema cannot be
+    followed, or None. content: the grammar, in Lark, of an answer that is no call.
     """
     layout = _LAYOUTS[style.tools.name]
     lark = _Lark(special_tokens, text_tokens, loose)
@@ -251,13 +252,9 @@ def _arguments(
 
 
 class _Lark:
-    """The rules of a grammar. Markers that are tokens are written by their ids, whether they are
-    text or not: otherwise the library would force the common beginning of several markers in other
-    tokens.
-
-    Markers that are tokens are written by their ids, whether they are text or not: where several
-    may come, the library would force what their texts begin with alike, in other tokens.
-    """
+    """The rules of a grammar in Lark. Markers that are tokens are written by their ids, whether
+    they are text or not: where several markers may come, the library would otherwise force the
+    beginning that their texts share, in other tokens."""
 
     def __init__(
         self,
@@ -265,7 +262,7 @@ class _Lark:
         text_tokens: Mapping[str, int],
         loose: Collection[int],
     ) -> None:
-        """Arguments as for `answer_grammar`."""
+        """special_tokens, text_tokens, loose: as for `answer_grammar`."""
         self._specials = special_tokens
         self._ids = {**special_tokens, **text_tokens}
         names = sorted(self._ids, key=len, reverse=True)
@@ -291,15 +288,15 @@ class _Lark:
         return name
 
     def recursive(self, write: Callable[[str], str]) -> str:
-        """The name of a new rule that may refer to itself: `write` gets the name and returns the
-        body."""
+        """Adds a rule that may refer to itself, and returns its name. write: makes the rule's body,
+        given the name."""
         at = len(self.rules)
         name = self.rule("")
         self.rules[at] = f"{name}: {write(name)}"
         return name
 
     def parts(self, text: str) -> list[str]:
-        """Split a text into markers that are tokens and the texts between them."""
+        """Splits a text into markers that are tokens and the texts between them."""
         found, at = [], 0
         for match in self._names.finditer(text):
             found += [text[at : match.start()], match[0]]
@@ -307,7 +304,7 @@ class _Lark:
         return [part for part in (*found, text[at:]) if part]
 
     def sequence(self, text: str) -> str:
-        """An expression that matches exactly this text."""
+        """Returns an expression that matches exactly this text."""
         written = []
         for part in self.parts(text):
             if part in self._ids:
@@ -329,12 +326,13 @@ class _Lark:
         return marker, self.sequence(text[len(marker) :])
 
     def text_until(self, end: str) -> str:
-        """An expression for any text that does not contain `end`, followed by `end`."""
+        """Returns an expression for any text that does not contain `end`, followed by `end`."""
         first, *rest = self.parts(end)
         if first in self._specials:
             return f"text {self.sequence(end)}"
         text = f"TEXT {json.dumps(first, ensure_ascii=False)}"
-        if rest and first not in self._ids:  # whether it is the end shows at the token behind it
+        # Only the token behind it shows whether this is the end.
+        if rest and first not in self._ids:
             until = f"UNTIL{len(self.rules)}"
             self.rules.append(f"{until}: {text}")
         else:
@@ -342,8 +340,8 @@ class _Lark:
         return f"{self._loose}{until} {self.sequence(''.join(rest))}"
 
     def thought(self, style: AnswerStyle, thinking: bool, may_think: bool) -> str:
-        """Returns the grammar of the thought that an answer may begin with; of its rest, if it has
-        begun."""
+        """Returns the grammar of the thought with which an answer may begin, or of the rest of a
+        thought that the prompt has begun."""
         if style.tools.whole:
             rest = self.rest_of_message() if thinking else ""
             return f"{rest} ({self.message('analysis')})*"
@@ -355,32 +353,33 @@ class _Lark:
         return ""
 
     def message(self, channel: str) -> str:
-        """An expression for a message in a channel of gpt-oss, and the beginning of the next
-        message."""
+        """Returns an expression for a message in a channel of gpt-oss, and the beginning of the
+        next message."""
         return f"{self.sequence(f'<|channel|>{channel}<|message|>')} {self.rest_of_message()}"
 
     def rest_of_message(self) -> str:
         return f"{self.text_until('<|end|>')} {self.sequence('<|start|>assistant')}"
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """The name of a rule for the JSON values that are valid under a schema. Equal schemas share
-        a rule."""
+        """Returns the name of a rule for the JSON values that are valid under a schema. Equal
+        schemas share a rule."""
         body = f"%json {json.dumps(schema)}"
         if body not in self._known:
             self._known[body] = self.rule(body)
         return self._known[body]
 
     def terminal(self, body: str) -> str:
-        """The name of a regular expression. Equal expressions share a name."""
+        """Returns the name of a terminal, which is a regular expression. Equal expressions share a
+        name."""
         if body not in self._known:
             self._known[body] = f"T{len(self.rules)}"
             self.rules.append(f"{self._known[body]}: {body}")
         return self._known[body]
 
     def before(self, text: str, end: str, *, loose: bool) -> str:
-        """Returns the grammar of what a terminal matches, which must not hold what looks like the
-        end, and this end behind it. loose: whether special tokens may be in it that may stand
-        anywhere in a text."""
+        """Returns the grammar of a text that a terminal matches, which must not contain anything
+        that looks like the end, with the end behind it. loose: whether the text may contain special
+        tokens that may stand anywhere."""
         first, *rest = self.parts(end)
         held = f"({text} loose)* " if loose and self._loose else ""
         if first in self._ids:
