@@ -24,14 +24,14 @@ _THOUGHTS = (
 class AnswerStyle:
     """The way in which a model writes answers. tools: the format of its calls. thought: the texts
     that begin and end a thought. thinks: whether the chat template mentions thoughts; an answer may
-    come without one."""
+    still come without one."""
 
     tools: ToolFormat
     thought: tuple[str, str]
     thinks: bool
 
     def markers(self, *, with_tools: bool) -> tuple[str, ...]:
-        """Returns the markers that may be special tokens."""
+        """Returns the markers of the style that may be special tokens."""
         if with_tools or self.tools.whole:
             return (*self.thought, *self.tools.markers)
         return self.thought
@@ -46,8 +46,8 @@ class AnswerStyle:
         return begins != "" and end not in thought
 
     def opened(self, begun: str) -> str:
-        """The header of the message that the prompt has begun, for models whose answers are
-        messages."""
+        """Returns the header of the message that the prompt has begun, for models whose answers are
+        messages; "" for others."""
         header, opens, text = begun.partition("<|message|>")
         is_open = self.tools.whole and opens != "" and not any(end in text for end in HARMONY_ENDS)
         return header.removeprefix("assistant") + opens if is_open else ""
@@ -63,7 +63,7 @@ def answer_style(template: str) -> AnswerStyle:
 
 class AnswerParser(Reader):
     """Parses one answer while it arrives. functions: the schemas of the functions that it may call;
-    None: text that looks like a call stays text."""
+    with None, text that looks like a call stays text."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class AnswerParser(Reader):
         thinking: bool = False,
         tokens: Collection[str] = (),
     ) -> None:
-        """most: the number of calls after which the answer is done. thinking: the prompt has begun
-        the thought. tokens: markers that are one token, which no limit cuts."""
+        """most: the number of calls after which the answer is done. thinking: whether the prompt
+        has begun the thought. tokens: markers that are one token, which no limit cuts."""
         self._style, self._thinking = style, thinking
         self._with_tools = functions is not None
         super().__init__(functions or {}, most, short_ids=style.tools.short_ids, tokens=tokens)

@@ -20,17 +20,17 @@ from infer.text.schemas import SPACE
 from infer.text.tools import ToolCallDelta
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]  # yields to wait for more text
+Steps = Generator[None, None, T]  # a generator that yields to wait for more text
 Write = Callable[[str], None]
 
-_MOST = 1024  # characters in front of a marker that has to come, such as a function's name
+_MOST = 1024  # the most characters before a marker that has to come, as behind a function's name
 _SHORT_ID = string.ascii_letters + string.digits
-_AFTER_SCALARS = ",:]} \t\r\n"  # numbers, true, false, null
+_AFTER_SCALARS = ",:]} \t\r\n"  # characters that end numbers, true, false and null
 _OUTSIDE_STRINGS = frozenset('{}[]:,"+-.' + string.ascii_letters + string.digits + " \t\r\n")
 
 
 class MalformedError(Exception):
-    """A call is malformed: it is text, if its name has not been told yet."""
+    """A call is malformed. It counts as text, if its name has not been told yet."""
 
 
 class EnoughError(Exception):
@@ -54,7 +54,8 @@ class Pieces:
 
 
 class _Words:
-    """Holds spaces back until words follow. Spaces before the first word are dropped if `trims`."""
+    """Holds spaces back until words follow. If `trims`, spaces before the first word are
+    dropped."""
 
     def __init__(self) -> None:
         self.trims, self.begun, self.spaces = False, False, ""
@@ -72,9 +73,9 @@ class _Words:
 class Reader(ABC):
     """The text of an answer while it arrives; a parser takes it from the beginning.
 
-    functions: the JSON schema of each function's arguments. most: calls that are read. short_ids:
-    ids of calls are nine letters and digits, as Mistral's templates want them. tokens: markers that
-    are one token, which no limit cuts.
+    functions: the JSON schema of each function's arguments. most: how many calls are read.
+    short_ids: whether ids of calls are nine letters and digits, as Mistral's templates demand.
+    tokens: markers that are one token, which no limit cuts.
     """
 
     def __init__(
@@ -102,17 +103,17 @@ class Reader(ABC):
 
     @abstractmethod
     def parse(self) -> Steps[None]:
-        """Takes the text up to where all that is left is content."""
+        """Takes text up to the place from which on all is content."""
 
     def add(self, text: str) -> Pieces:
-        """Adds text that has arrived, and returns what is known now."""
+        """Adds text that has arrived. Returns the pieces that are known now."""
         self._left += text
         return self._go_on()
 
     def finish(self, *, cut: bool = False) -> Pieces:
-        """Returns the text that was held back; no more comes. cut: a limit ended the answer, not
-        the model: then what may be the beginning of a marker is dropped, as is a call that has no
-        name yet."""
+        """Takes note that no more text comes, and returns the text that was held back. cut: whether
+        a limit has ended the answer, and not the model: then the beginning of a marker is dropped,
+        and so is a call that has no name yet."""
         self._ended, self._cut = True, cut
         return self._go_on()
 
@@ -132,12 +133,13 @@ class Reader(ABC):
         return pieces
 
     def put_back(self, text: str) -> None:
-        """Put back text that was taken: it comes next again."""
+        """Puts back text that was taken: it comes next again."""
         self._left = text + self._left
 
     @property
     def is_cut(self) -> bool:
-        """Whether the answer was cut: no more text comes, although the answer had not ended."""
+        """Whether the answer was cut: no more text comes, although the model had not ended the
+        answer."""
         return self._cut
 
     @property
@@ -154,7 +156,7 @@ class Reader(ABC):
         self.pieces.reasoning += self._reasoning.add(text)
 
     def call(self, name: str, call_id: str | None = None) -> None:
-        """A call begins. Raises EnoughError if it is one too many."""
+        """Tells that a call begins. Raises EnoughError if it is one too many."""
         if self.calls == self.most:
             raise EnoughError
         if call_id is None and self._short_ids:
@@ -173,15 +175,15 @@ class Reader(ABC):
             self.pieces.tool_calls.append(ToolCallDelta(self.calls - 1, arguments=text))
 
     def end_call(self) -> None:
-        """The call that began last is whole."""
+        """Tells that the call that began last is whole."""
         self._begun = None
 
     # Taking text
 
     def copy_until(self, *markers: str, write: Write, take: bool = True) -> Steps[str | None]:
-        """Write the text before the first of these markers, and take the marker too if `take`.
-        Returns the marker, or None if the text ends before one. If two markers begin at the same
-        place, the longer one counts."""
+        """Writes the text before the first of these markers, and takes the marker too if `take`.
+        Returns the marker, or None if the text ends before one. If two markers begin at one place,
+        the longer one counts."""
         while True:
             found = [(self._left.find(marker), -len(marker), marker) for marker in markers]
             found = [each for each in found if each[0] >= 0]
@@ -226,7 +228,8 @@ class Reader(ABC):
         return (yield from self.copy_until(*markers, write=self.text))
 
     def until(self, *markers: str, take: bool = True) -> Steps[str]:
-        """The short text before the first of these markers. Raises MalformedError without one."""
+        """Returns the short text before the first of these markers. Raises MalformedError if none
+        comes."""
         parts: list[str] = []
 
         def write(text: str) -> None:
@@ -241,7 +244,7 @@ class Reader(ABC):
     def think_until(self, *markers: str) -> Steps[str | None]:
         self.is_thinking = True
         self._text.trims = True
-        if self._reasoning.begun:  # a second thought
+        if self._reasoning.begun:  # this is a second thought
             self.pieces.reasoning += "\n\n"
         self._reasoning = _Words()
         self._reasoning.trims = True
@@ -263,7 +266,7 @@ class Reader(ABC):
             yield
 
     def accept(self, start: str) -> Steps[bool]:
-        """Take `start`, and spaces before it, if it comes next. Returns whether it did."""
+        """Takes `start`, and spaces before it, if it comes next. Returns whether it did."""
         seen = yield from self.sees(start)
         if seen:
             self._take(self._left.index(start) + len(start))
@@ -274,7 +277,7 @@ class Reader(ABC):
             raise MalformedError
 
     def skip(self, start: str) -> Steps[None]:
-        """Take `start` if it comes next, exactly: no spaces may stand before it."""
+        """Takes `start` if it comes next, with no spaces before it."""
         while not (self._ended or self._left.startswith(start)) and start.startswith(self._left):
             yield
         if self._left.startswith(start):
@@ -287,7 +290,7 @@ class Reader(ABC):
         return not self._left.strip()
 
     def word(self) -> Steps[str]:
-        """The letters, digits and `_.-` that come next, after spaces."""
+        """Returns the letters, digits and `_.-` that come next, after spaces."""
         yield from self.is_over()
         self._take(len(self._left) - len(self._left.lstrip()))
         while True:
@@ -299,21 +302,21 @@ class Reader(ABC):
             yield
 
     def json_value(self, write: Write) -> Steps[bool]:
-        """Write the JSON value that comes next, unchanged. It ends before the first character that
+        """Writes the JSON value that comes next, unchanged. It ends before the first character that
         cannot belong to a value; nothing else is checked. Returns whether the value ended before
         the answer did."""
         return (yield from self._value(write, '"', _OUTSIDE_STRINGS.__contains__))
 
     def parenthesised(self) -> Steps[str]:
-        """The Python expression in parentheses that comes next."""
+        """Returns the Python expression in parentheses that comes next, "" if there is none."""
         parts: list[str] = []
         if (yield from self.sees("(")):
             yield from self._value(parts.append, "\"'", lambda _: True)
         return "".join(parts)
 
     def _value(self, write: Write, quotes: str, allowed: Callable[[str], bool]) -> Steps[bool]:
-        """Write a value up to its end. allowed: tells whether a character may stand outside of
-        strings."""
+        """Writes a value up to its end. quotes: the characters that begin strings. allowed: whether
+        a character may stand outside of strings."""
         yield from self.is_over()
         self._take(len(self._left) - len(self._left.lstrip()))
         depth, begun, quote, escaped = 0, False, "", False
@@ -345,7 +348,7 @@ class Reader(ABC):
             yield
 
     def json_string(self) -> Steps[str]:
-        """The JSON string that comes next."""
+        """Returns the JSON string that comes next. Raises MalformedError for anything else."""
         parts: list[str] = []
         yield from self.json_value(parts.append)
         try:
@@ -357,9 +360,9 @@ class Reader(ABC):
         return value
 
     def attempt(self, taken: str, steps: Steps[None]) -> Steps[None]:
-        """Run the steps of a parser of calls. If they find no call, the text that they took is
-        text, and so is `taken`, which was taken before them, unless the answer was cut there. If a
-        call has been told already, its malformed rest is dropped."""
+        """Runs the steps of a parser of calls. If they find no call, the text that they took is
+        content, and so is `taken`, which was taken before them, unless the answer was cut there. If
+        a call has been told already, its malformed rest is dropped."""
         self._attempt = taken
         try:
             yield from steps
@@ -380,6 +383,7 @@ class Reader(ABC):
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with, without all of `stop`."""
+    """Returns the length of the longest end of `text` with which `stop` begins; a whole `stop` does
+    not count."""
     longest = min(len(stop) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

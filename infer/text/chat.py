@@ -23,19 +23,16 @@ if TYPE_CHECKING:  # the module imports Jinja, which is slow
 
 _MOST_KEPT = 4096  # characters of variables under which the forms of a template are kept
 
-# A message's reasoning, under the names that APIs give it; templates read the first.
+# The names that APIs give a message's reasoning. Templates read the first.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates of a model folder by name; a single one is called `default`.
+    """Returns the chat templates of a model folder by name; a single one is called `default`.
 
-    As in transformers, files (`chat_template.jinja`, `additional_chat_templates/*.jinja`, the
-    older `chat_template.json`) replace the entry of tokenizer_config.json, which is one template
-    or a list of {"name", "template"}.
-
-    Raises:
-        TokenizerError: a file or entry that cannot be read.
+    As in transformers, files (`chat_template.jinja`, `additional_chat_templates/*.jinja`, the older
+    `chat_template.json`) replace the entry of tokenizer_config.json, which is one template or a
+    list of {"name", "template"}. Raises TokenizerError for a file or an entry that cannot be read.
     """
     paths = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     try:
@@ -62,12 +59,9 @@ def read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
 
 
 def own_template(given: str | Path) -> str:
-    """The source of a chat template that takes the place of a model's own. given: its file, or, as
-    a text with a brace in it, the source itself.
-
-    Raises:
-        RequestError: a file that cannot be read, or that holds no chat template.
-    """
+    """Returns the source of a chat template that takes the place of a model's own. given: its file,
+    or, as a text with a brace in it, the source itself. Raises RequestError for a file that cannot
+    be read, or that holds no chat template."""
     if isinstance(given, str) and "{" in given:
         source, what = given, "chat_template"
     elif isinstance(given, str | Path):
@@ -101,13 +95,11 @@ def own_template(given: str | Path) -> str:
 def choose_template(
     templates: Mapping[str, str], template: str | None, *, with_tools: bool = False
 ) -> str:
-    """The source of the template called `template`, or `template` itself if it is Jinja.
+    """Returns the source of the template called `template`, or `template` itself if it is Jinja.
+    Without a name, `tool_use` is taken for a call with tools if there is one, else `default`.
 
-    Without a name it is `tool_use` for a call with tools, where there is one, else `default`.
-
-    Raises:
-        NoChatTemplateError: the model has none.
-        RequestError: no template has that name, or a name is needed.
+    Raises NoChatTemplateError if the model has no template, and RequestError if no template has
+    that name, or a name is needed.
     """
     if not (template is None or isinstance(template, str)):
         raise RequestError(
@@ -132,7 +124,7 @@ def choose_template(
 
 def begins_answer(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
     """Whether a prompt ends with the header of an answer. Raises RequestError if the final message
-    is to be continued, too."""
+    is to be continued at the same time."""
     given = {
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
@@ -196,14 +188,14 @@ def left_out(
     template_args: Mapping[str, Any],
     template: str | None = None,
 ) -> list[str]:
-    """A sentence for each kind of message that a chat template leaves out of the prompt, and for
-    each argument that it does not read. The arguments are those that `choose_template` and `render`
-    have taken. special_tokens: further variables, by which nobody asks for anything."""
+    """Returns a sentence for each kind of message that a chat template leaves out of the prompt,
+    and for each argument that it does not read. messages, template_args: as `choose_template` and
+    `render` have accepted them. special_tokens: further variables, which no user has asked for."""
     with_tools = template_args.get("tools") is not None
     source = choose_template(templates, template, with_tools=with_tools)
     keys = ("role", "content", "tool_calls")
     given = [{key: each[key] for key in keys if each.get(key)} for each in messages]
-    # No variable of templates: `render_chat` obeys it.
+    # This is no variable of templates: `render_chat` itself obeys it.
     args = {key: value for key, value in template_args.items() if key != "continue_final_message"}
     forms, written = _written(source, given, {**special_tokens, **args})
     parts = () if _are_texts(forms, written) else forms.left_out(written)
@@ -221,7 +213,7 @@ def _unread(
     from infer.text.template import arguments
 
     read, offered = arguments(source)
-    # Tools are in the prompt in any case, and where it ends is no matter of the template alone.
+    # Tools are in the prompt in any case, and not the template alone decides where the prompt ends.
     other = ("tools", "add_generation_prompt")
     given = [key for key, value in template_args.items() if value is not None and key not in other]
     unread = [name for name in given if name not in read]
@@ -240,8 +232,8 @@ def _unread(
 def _written(
     source: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 ) -> tuple[TemplateForms, list[Mapping[str, Any]]]:
-    """The forms of a template, and the messages with what it does not write itself: tools, calls
-    and results as text, where it reads no tools."""
+    """Returns the forms of a template, and the messages with all that the template does not write
+    itself: for a template that reads no tools, the tools, calls and results are text."""
     from infer.text.template import reads
 
     forms, tools = _forms(source, variables), variables.get("tools")
@@ -251,7 +243,7 @@ def _written(
         from infer.text.tool_formats import find_format
         from infer.text.tool_grammars import example_call
 
-        known = find_format(source)  # the format of calls and results, not of tools
+        known = find_format(source)  # it writes calls and results, but no descriptions of tools
         written = [*messages] if known is not None else [*in_words(messages)]
         system = forms.content(Kind("system"))
         role = "system" if system.text or system.part else "user"
@@ -263,8 +255,8 @@ def _written(
 
 
 def _forms(source: str, variables: Mapping[str, Any]) -> TemplateForms:
-    """The forms of a template, given everything else that it may read, of JSON types. They are
-    found out once for the same variables."""
+    """Returns the forms of a template, given all other variables that it may read, made of JSON
+    types. They are found out once for equal variables."""
     from infer.text.template_forms import TemplateForms, kept_forms
 
     own = {
@@ -279,7 +271,7 @@ def _forms(source: str, variables: Mapping[str, Any]) -> TemplateForms:
 
 def _are_texts(forms: TemplateForms, messages: Sequence[Mapping[str, Any]]) -> bool:
     """Whether all messages are texts without calls, of kinds that the template is known to read as
-    they are: then nothing is to be fitted, and nothing is left out."""
+    they are. Such messages need not be fitted to the template, and none is left out."""
     return all(
         isinstance(each.get("content"), str)
         and "tool_calls" not in each
@@ -288,12 +280,12 @@ def _are_texts(forms: TemplateForms, messages: Sequence[Mapping[str, Any]]) -> b
     )
 
 
-_MARK = "END_OF_FINAL_MESSAGE "  # its space shows whether a template trims messages
+_MARK = "END_OF_FINAL_MESSAGE "  # the space at its end shows whether a template trims messages
 
 
 def _marked(message: dict[str, Any]) -> str:
-    """The text of a message, to which a mark is appended. Raises RequestError for one that cannot
-    be continued."""
+    """Appends a mark to the text of a message, and returns the text without it. Raises RequestError
+    for a message that cannot be continued."""
     if "tool_calls" in message:
         raise RequestError("The final message has calls: only a message of text can be continued.")
     holder, key = message, "content"
@@ -307,8 +299,8 @@ def _marked(message: dict[str, Any]) -> str:
 
 
 def _until_mark(rendered: str, final: str) -> str:
-    """Returns the text before the mark. Raises RequestError if a part of the final message is not
-    in it."""
+    """Returns the rendered text before the mark. Raises RequestError if a part of the final message
+    is not in it."""
     before, mark, after = rendered.rpartition(_MARK.strip())
     if not mark or final.strip() not in before:
         raise RequestError(
@@ -319,13 +311,11 @@ def _until_mark(rendered: str, final: str) -> str:
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A plain copy of `messages` as templates expect them, without keys that are None.
+    """Returns a plain copy of the messages as templates expect them, without keys that are None.
 
-    Content is text, or a list of {"type": "text", "text"}; a message with tool calls needs none.
-    As in transformers, reasoning given under one of its names is there under the others.
-
-    Raises:
-        RequestError: anything else.
+    Content is text, or a list of {"type": "text", "text"}; a message with tool calls needs none. As
+    in transformers, reasoning that is given under one of its names is there under the others.
+    Raises RequestError for anything else.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise RequestError(
@@ -374,7 +364,8 @@ def _is_text_parts(content: Any) -> bool:
 
 
 def _plain(value: Any, what: str) -> Any:
-    """A copy made of JSON types, so that a template meets no object with methods of its own."""
+    """Returns a copy that is made of JSON types, so that a template meets no object with methods of
+    its own. Raises RequestError for a value that JSON cannot express."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:

@@ -7,8 +7,8 @@ from infer.kernels.errors import RequestError
 from infer.text.answer_reader import overlap
 from infer.text.tokenizer import Tokenizer
 
-# Tokens before a new one that its text may depend on: three bytes of one character, or the token
-# before, which says that the new one is not the first and so keeps its leading space.
+# How many tokens before a new one its text may depend on: three bytes of one character, or the
+# token before, without which the new one would be the first and lose its leading space.
 CONTEXT = 8
 
 
@@ -29,11 +29,13 @@ class StreamingDetokenizer:
         prompt_ids: Sequence[int],
         keep: Collection[int] | None = None,
     ) -> None:
-        """keep: special tokens that stand in the text, by their names; None: not even those that
-        only the library takes for special."""
+        """keep: special tokens that stand in the text, by their names. With None no special token
+        does, not even one that only the library takes for special."""
         self._tokenizer, self._keep = tokenizer, keep
-        window: list[int] = []  # from the end
-        closed = False  # byte tokens at the end are in it, which the output may go on with
+        window: list[int] = []  # in reverse order
+        # Whether the run of byte tokens at the end, which the output may continue, is all in the
+        # window.
+        closed = False
         for i in filter(self._is_shown, reversed(prompt_ids)):
             window.append(i)
             closed = closed or i not in tokenizer.byte_token_ids
@@ -43,14 +45,15 @@ class StreamingDetokenizer:
         if not self._decode(self._window):
             # Without text before it, the output would be decoded as if it were the first.
             self._window = [i for i in prompt_ids if self._is_shown(i)]
-        self._sent = 0  # characters of the window's text that are out
-        self._out = 0  # characters that are out in all
-        self._run = b""  # bytes of byte tokens, held back
-        # Needed until the first piece: the output may complete the prompt's last character.
+        self._sent = 0  # how many characters of the window's text have been returned
+        self._out = 0  # how many characters have been returned in all
+        self._run = b""  # the bytes of byte tokens that are held back
+        # The prompt's text is needed until the first piece: the output may complete its last
+        # character.
         self._prompt_text: str | None = self._decode(self._window)
 
     def add(self, token_id: int) -> str:
-        """The text that this id settles, which may be empty."""
+        """Returns the text that this id settles, which may be empty."""
         if not self._is_shown(token_id):
             return ""
         self._window.append(token_id)
@@ -71,7 +74,7 @@ class StreamingDetokenizer:
         return self._out + len(self._run.decode(errors="ignore"))
 
     def finish(self) -> str:
-        """The text held back, once no more ids come."""
+        """Returns the text held back, once no more ids come."""
         text = self._decode(self._window)
         return self._send(text, len(text))
 
@@ -96,7 +99,7 @@ class StreamingDetokenizer:
     def _shorten(self, held: int) -> None:
         window = self._window[-CONTEXT:]
         text = self._decode(window)
-        if text:  # as in __init__
+        if text:  # as in __init__, a window without text is of no use
             self._window = window
             self._sent = len(text) - held
 
@@ -127,8 +130,8 @@ class StopStrings:
         self.hit: str | None = None
 
     def add(self, piece: str, *, may_end: bool = True) -> str:
-        """The text that may be shown now; nothing any more after a hit. may_end: a stop string that
-        this piece completes counts."""
+        """Returns the text that may be shown now; after a hit there is none. may_end: whether a
+        stop string that this piece completes counts."""
         if self.hit is not None:
             return ""
         text = self._held + piece
@@ -143,12 +146,12 @@ class StopStrings:
         return text[:end]
 
     def finish(self) -> str:
-        """The text held back, once no more comes."""
+        """Returns the text held back, once no more comes."""
         held, self._held = self._held, ""
         return held
 
 
 def _shared(a: str, b: str) -> int:
-    """Length of the longest beginning that both texts have."""
+    """Returns the length of the longest beginning that both texts have."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))

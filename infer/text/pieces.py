@@ -1,16 +1,16 @@
 """Encodes a long text piece by piece: it takes little memory, and may stop after any piece.
 
-Each window of the text begins within the one before. Where both have the same tokens at the same
+Each window of the text begins within the window before it. Where both have equal tokens at equal
 places for a while, they are joined, and nothing but memory differs from encoding the text at once:
 
-* A tokenizer splits a text into words from left to right. From a place on where both split it, they
-  go on alike.
+* A tokenizer splits a text into words from left to right. From a place on where two windows both
+  split it, they go on alike.
 * BPE merges a word into the tokens t1, t2, ... if and only if it merges the text of every two that
   follow each other into these two. Any two here follow each other in one of the windows. With other
   models the joint has to be between words.
 
-Where two windows never agree, such as in a word that is longer than both, one that holds both is
-encoded.
+Where two windows never agree, such as in a word that is longer than both, one window that holds
+both is encoded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +18,8 @@ from itertools import pairwise
 
 from tokenizers import Encoding
 
-PIECE = 1 << 16  # characters that a window goes beyond the one before
-_OVERLAP = 256  # tokens, or as far as the beginning of a word is from there, up to twice as many
+PIECE = 1 << 16  # how many characters a window goes beyond the window before it
+_OVERLAP = 256  # tokens in two windows; up to twice as many, to begin with a word
 _BEFORE, _AFTER = 8, 32  # tokens that must be equal before and after a joint
 
 _Token = tuple[int, int, bool]  # its id, its place in the text, whether it begins a word
@@ -28,11 +28,11 @@ _Token = tuple[int, int, bool]  # its id, its place in the text, whether it begi
 def encode_pieces(
     encode: Callable[[str], Encoding], text: str, in_words: bool
 ) -> Iterator[list[int]]:
-    """The ids of a text. Each piece has at least two, but for the last one, and some are empty:
-    then nothing is known yet, and it goes on.
+    """Yields the ids of a text. Each piece but the last has at least two ids or is empty; an empty
+    piece says that nothing is known yet and that encoding goes on.
 
-    encode: what the library makes of a text, with its places. in_words: whether it is BPE, and all
-    its places are right.
+    encode: encodes a text with the library, which tells each token's place. in_words: whether
+    pieces may be joined within words: the tokenizer is BPE, and all its places are right.
     """
     begin, end = 0, PIECE
     tokens = _tokens(encode(text[:end]), 0)
@@ -72,8 +72,8 @@ def _tokens(encoding: Encoding, begin: int) -> list[_Token]:
 def _joint(
     tokens: Sequence[_Token], first: int, after: Sequence[_Token], in_words: bool
 ) -> tuple[int, int] | None:
-    """The first token, from that one on, around which a window and the one after it agree: its
-    index in both."""
+    """Returns the first token, from index `first` on, around which a window and the window after it
+    agree, as its index in both; None if there is none."""
     index = {
         token[1]: i for i, (before, token) in enumerate(pairwise(after), 1) if token[1] > before[1]
     }  # several tokens may be of one character

@@ -1,14 +1,15 @@
 """The Jinja environment of chat templates.
 
-It is that of transformers 5 (`utils/chat_template_utils.py`), which hub templates are written for:
-an immutable sandbox, trimmed blocks, loop controls, the `generation` tag, `tojson` without HTML
-escapes, `raise_exception` and `strftime_now`. What only web pages need is left out.
+It is the environment of transformers 5 (`utils/chat_template_utils.py`), for which hub templates
+are written: an immutable sandbox, trimmed blocks, loop controls, the `generation` tag, `tojson`
+without HTML escapes, `raise_exception` and `strftime_now`. Functions that only web pages need are
+left out.
 
-A template is a program of somebody else. It has a time, which each loop, call and filter looks at,
-and sizes: of each value that it makes, and of all together. A value counts as what it is written
-out, since lists can hold one list many times. So no operation on values takes long, and before the
-few that can make more of them than they are, it is reckoned how much. Nothing of this depends on
-the thread.
+A template is a program of somebody else. Its time is limited: each loop, call and filter looks at
+it. Its values are limited in size, each one and all together. A value counts with the size that it
+has when it is written out, since lists can hold one list many times. So no operation on values
+takes long; a few operations can make more of values than they are, and the size of their results is
+reckoned beforehand. Nothing of this depends on the thread.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ from jinja2.utils import Namespace
 from infer.foreign import foreign
 from infer.kernels.errors import TokenizerError
 
-SECONDS = 30.0  # of this thread's CPU time
-SOURCE = 1 << 18  # characters of a template; published ones have up to some 50,000
-SIZE = 1 << 24  # characters of a value, and of the result, more where the messages are long
-_TOTAL = 16  # times as much in all
-_DEPTH = 200  # how deep lists may be nested
+SECONDS = 30.0  # the most CPU time of the thread that renders
+SOURCE = 1 << 18  # the most characters of a template; published ones have up to some 50,000
+# The most characters of a value, and of the result; more where the messages are long.
+SIZE = 1 << 24
+_TOTAL = 16  # all values together may have so many times the size of one
+_DEPTH = 200  # the deepest nesting of lists
 
 _WEB = ("pprint", "striptags", "urlize", "xmlattr")
 # Filters and methods whose result, or time, grows with the product of their arguments.
@@ -56,9 +58,9 @@ _LISTS = (list, tuple, dict, MappingView)
 
 
 def render_template(source: str, variables: dict[str, Any], seconds: float = inf) -> str:
-    """Render a template with variables of JSON types. seconds: that it may take, SECONDS at most.
-    Raises TokenizerError for one that does not compile, takes too long or makes too much; else what
-    it raises itself."""
+    """Renders a template with variables of JSON types. seconds: the time that it may take, SECONDS
+    at most. Raises TokenizerError for a template that does not compile, takes too long or makes too
+    much; errors that the template itself raises pass through."""
     compiled = compile_template(source)
     token = _budget.set(_Budget(variables, min(seconds, SECONDS)))
     try:
@@ -69,7 +71,8 @@ def render_template(source: str, variables: dict[str, Any], seconds: float = inf
 
 @lru_cache(maxsize=32)
 def compile_template(source: str) -> Template:
-    """A chat template, ready to be rendered. Raises TokenizerError where it is not Jinja."""
+    """Returns a chat template that is ready to be rendered. Raises TokenizerError if it is not
+    Jinja."""
     if len(source) > SOURCE:
         raise TokenizerError(
             f"The chat template has {len(source):,} characters; at most {SOURCE:,} are read."
@@ -105,16 +108,16 @@ def compile_template(source: str) -> Template:
 
 @lru_cache(maxsize=32)
 def reads(source: str, name: str) -> bool:
-    """Whether a template reads a variable. Raises TokenizerError where it is not Jinja."""
+    """Whether a template reads a variable. Raises TokenizerError if it is not Jinja."""
     names = compile_template(source).environment.parse(source).find_all(nodes.Name)
     return any(each.name == name and each.ctx == "load" for each in names)
 
 
 @lru_cache(maxsize=32)
 def arguments(source: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The variables that a template may read before it has set them, and those among them that are
-    not its own, as far as one can see: it never sets them, or asks whether they are defined. Raises
-    TokenizerError where it is not Jinja."""
+    """Returns the variables that a template may read before it has set them, and those of them that
+    a caller is meant to give, as far as the source shows: the template never sets them, or asks
+    whether they are defined. Raises TokenizerError if it is not Jinja."""
     parsed = compile_template(source).environment.parse(source)
     read = find_undeclared_variables(parsed)
     asked = {
@@ -130,14 +133,15 @@ class _Budget:
     """The work that a template may still do before it is stopped."""
 
     def __init__(self, variables: dict[str, Any], seconds: float) -> None:
-        self._known: dict[int, tuple[Any, int, int]] = {}  # lists, their sizes and depths
+        # Lists with their sizes and depths, by id().
+        self._known: dict[int, tuple[Any, int, int]] = {}
         self.size = SIZE + 8 * self._measure(variables)[0]
         self.left = _TOTAL * self.size
         self._seconds = seconds
         self._end, self._ticks = time.thread_time() + seconds, 0
 
     def tick(self) -> None:
-        """Check the time, but only now and then."""
+        """Checks the time that the template has taken, but only at some of the calls."""
         self._ticks += 1
         if self._ticks % 16 == 0 and time.thread_time() > self._end:
             raise TokenizerError(
@@ -145,7 +149,7 @@ class _Budget:
             )
 
     def made(self, value: Any) -> Any:
-        """Count a value that the template made, and return it."""
+        """Counts a value that the template has made, and returns it."""
         size, depth = self._measure(value)
         self.left -= size
         if size > self.size or self.left < 0:
@@ -156,7 +160,7 @@ class _Budget:
 
     def before(self, name: str, values: list[Any]) -> None:
         """Counts the work of a filter, method or operator before it runs. values: its arguments,
-        the value that it is called on first."""
+        first the value on which it is called."""
         self.tick()
         if name in _GROWING:
             if name == "tojson":  # separators
@@ -198,7 +202,8 @@ class _Budget:
         return abs(value) if isinstance(value, int) else self._measure(value)[0]
 
     def _measure(self, value: Any) -> tuple[int, int]:
-        """The number of characters of a value when it is written out, and how deep it is nested."""
+        """Returns the number of characters of a value when it is written out, and how deep it is
+        nested."""
         if isinstance(value, str | bytes):
             return len(value), 0
         if isinstance(value, int):
@@ -221,7 +226,7 @@ _budget: ContextVar[_Budget] = ContextVar("budget")
 
 
 def _widest(form: str) -> int:
-    """The largest number in a text, or something as large."""
+    """Returns the largest number in a text, or something as large."""
     # Python reads digits of all scripts, and any number of zeros in front.
     numbers = ("".join(str(int(d)) for d in n) for n in re.findall(r"\d+", form))
     return max((int(number.lstrip("0")[:9] or 0) for number in numbers), default=0)
@@ -292,7 +297,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def tick(self) -> bool:
-        return True  # calling it was all
+        return True  # the call itself has checked the time
 
     def made(self, value: Any) -> Any:
         return _budget.get().made(value)
@@ -301,7 +306,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         budget, name = _budget.get(), getattr(function, "__name__", "")
         if name == "join":
             args = tuple(map(_listed, args))
-        own = getattr(function, "__wrapped__", function)  # of the sandbox's own str.format
+        # The sandbox wraps str.format; this is the method itself.
+        own = getattr(function, "__wrapped__", function)
         given = (value for key, value in kwargs.items() if not key.startswith("_"))
         budget.before(name, [getattr(own, "__self__", None), *args, *given])
         return budget.made(super().call(context, function, *args, **kwargs))
@@ -315,7 +321,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
         @wraps(value)
         def wrapped(*args: Any, **kwargs: Any) -> str:
-            if hasattr(form, "escape"):  # made by the filter
+            if hasattr(form, "escape"):  # the form is Markup, which a filter has made
                 formatter: _Formatter = _EscapingFormatter(self, escape=form.escape)
             else:
                 formatter = _Formatter(self)
@@ -333,7 +339,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return budget.made(super().call_binop(context, operator, left, right))
 
     def concat(self, pieces: Iterable[str]) -> str:
-        """Join the pieces that the whole template, a macro or a block writes, while they come."""
+        """Joins the pieces that the whole template, a macro or a block writes, while they come."""
         budget, written, room = _budget.get(), [], _budget.get().size
         for piece in pieces:
             budget.tick()
@@ -345,7 +351,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter or a test within the limits."""
+    """Returns a filter or a test that keeps within the limits of the budget."""
     # The place of the value among the arguments: jinja passes some functions its context first.
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 

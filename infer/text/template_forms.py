@@ -1,7 +1,7 @@
 """Finds out which parts of messages a chat template shows, and the form in which it reads them.
 
-A template takes a content as text, as a list of parts, or as both, and it may do so otherwise for
-one role than for another. That is found out by rendering short chats and looking for their words in
+A template takes a content as text, as a list of parts, or as both, and it may treat one role
+otherwise than another. That is found out by rendering short chats and looking for their words in
 the result, as llama.cpp does. vLLM looks for loops over contents in the syntax tree instead, which
 tells nothing of roles, nor of what becomes of a text.
 """
@@ -19,7 +19,7 @@ from infer.kernels.errors import TokenizerError
 from infer.text.template import render_template
 from infer.text.tool_messages import joined, with_arguments
 
-_SECONDS = 1.0  # for each of the short chats
+_SECONDS = 1.0  # the most time to render one of the short chats
 
 _TURNS = ("user", "assistant", "tool")  # roles of messages that may stand anywhere
 _ROLES = ("system", "developer", *_TURNS)
@@ -55,9 +55,10 @@ _NO_CONTENT: tuple[dict[str, Any], ...] = ({}, {"content": ""}, {"content": None
 
 
 class Kind(NamedTuple):
-    """The properties by which a template may tell messages apart. role: one that is usual or that
-    the template names, else a stand-in for all others. later: the message is not the first one, and
-    its role is none of user, assistant and tool. calls: it has calls of functions."""
+    """The properties by which a template may tell messages apart. role: a usual role, or one that
+    the template names, else a stand-in for all others. later: whether the message is not the first
+    one and its role is none of user, assistant and tool. calls: whether it has calls of
+    functions."""
 
     role: str
     later: bool = False
@@ -67,8 +68,8 @@ class Kind(NamedTuple):
 @dataclass(frozen=True)
 class ContentForms:
     """The forms of a message's content in which a template shows all of the text. text: a string.
-    part: a list with one part. parts: a list with several. failed: the template raised an error
-    instead."""
+    part: a list with one part. parts: a list with several parts. failed: whether the template
+    raised an error for a string."""
 
     text: bool
     part: bool
@@ -82,10 +83,10 @@ class ContentForms:
 
 @dataclass(frozen=True)
 class CallForms:
-    """How a template reads calls. as_text: arguments are JSON text, not objects. without: the ways
-    to leave out the content with which it shows the calls, the usual one first. with_content:
-    whether it shows the calls of messages that have a content. failed: the template raised an error
-    instead."""
+    """The forms in which a template reads calls. as_text: whether arguments are JSON text, and not
+    objects. without: the ways to leave out the content with which the template shows the calls, the
+    usual way first. with_content: whether it shows the calls of messages that have a content.
+    failed: whether it raised an error each time."""
 
     as_text: bool
     without: Sequence[Mapping[str, Any]]
@@ -94,15 +95,15 @@ class CallForms:
 
 
 class TemplateForms:
-    """The forms of one template. Each is found out when it is asked for.
+    """The forms of one template. Each is found out when it is first needed.
 
-    texts: the role of each message without calls that is known to be read where its content is a
-    text, and whether it is not the first one.
+    texts: the kinds of messages without calls that are known to be read if their content is a text.
+    Each is a role, and whether the message is not the first one.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        """variables: everything else that the template may read, of JSON types. tools: whether
-        there are any."""
+        """variables: all other variables that the template may read, made of JSON types. Of these,
+        tools is true if there are any."""
         self._source = source
         self._variables = {**variables, "tools": [_TOOL] if variables["tools"] else None}
         self.texts = set[tuple[str, bool]]()
@@ -124,7 +125,7 @@ class TemplateForms:
         return self._calls
 
     def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages in the forms that the template reads."""
+        """Returns the messages in the forms that the template reads."""
         return [self._fitted(message, self._kind(message, i)) for i, message in enumerate(messages)]
 
     def left_out(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -177,7 +178,7 @@ class TemplateForms:
         return ContentForms(text, part, parts, failed=texts[0] is None)
 
     def _chat(self, kind: Kind, content: Any) -> list[dict[str, Any]]:
-        """A chat with a message of the kind."""
+        """Returns a short chat with a message of this kind."""
         message = {"role": kind.role, "content": content}
         if kind.role == "user":
             return [message]
@@ -204,7 +205,7 @@ class TemplateForms:
             nonlocal failed
             text = self._render(self._chat_with_call({"role": "assistant", **content}, as_text))
             failed &= text is None
-            # Objects that are not written as JSON are in quotes of Python's.
+            # Objects that a template does not write as JSON have Python's quotes.
             return text is not None and _VALUE in text and f"'{_KEY}'" not in text
 
         for as_text in (False, True):
@@ -227,5 +228,6 @@ class TemplateForms:
 
 @lru_cache(maxsize=64)
 def kept_forms(source: str, variables: str) -> TemplateForms:
-    """The forms of a template, which are kept for each source and variables, a JSON object."""
+    """Returns the forms of a template. They are kept for each source and variables, which are a
+    JSON object."""
     return TemplateForms(source, json.loads(variables))

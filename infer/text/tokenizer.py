@@ -22,10 +22,14 @@ T = TypeVar("T")
 MAX_ID = 2**32 - 1  # ids are u32 on the GPU
 
 # The library cannot be interrupted, and needs some 30 bytes for each character on the way.
-SECONDS = 60.0  # to encode a text, and as many for each 600,000 characters of it
-_MOST_CHARACTERS = 1 << 27  # that a text may become before it is split into tokens
-_MOST_GROWTH = 64  # how much a decoder may lengthen a token's text; nearly all leave it
-_TOKEN_CHARACTERS = 4096  # of a token's text, on average; the longest of known models have 500
+# The most time to encode a text, and as much again for each 600,000 characters of it.
+SECONDS = 60.0
+# The most characters that a text may become before it is split into tokens.
+_MOST_CHARACTERS = 1 << 27
+# The most that a decoder may lengthen a token's text; nearly all decoders leave it.
+_MOST_GROWTH = 64
+# The most characters of a token's text, on average; known models have up to 500.
+_TOKEN_CHARACTERS = 4096
 
 
 class Tokenizer:
@@ -92,8 +96,8 @@ class Tokenizer:
         return f"<Tokenizer: {self._backend.get_vocab_size():,} tokens, {chats}>"
 
     def difference(self, other: "Tokenizer") -> tuple[int, str, str] | None:
-        """The first token id that has different texts in the two tokenizers, with both texts; None
-        if they agree."""
+        """Returns the first token id that has different texts in the two tokenizers, with both
+        texts; None if they agree."""
         own, theirs = (
             {i: text for text, i in each._backend.get_vocab(with_added_tokens=True).items()}
             for each in (self, other)
@@ -102,11 +106,11 @@ class Tokenizer:
         return next(((i, own[i], theirs[i]) for i in differ), None)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. A text that begins with BOS itself does not get a second one.
+        """Returns the token ids of `text`. A text that begins with BOS itself does not get a second
+        one.
 
-        Raises:
-            RequestError: not text, or text with halves of surrogate pairs.
-            TokenizerError: the tokenizer fails, takes too long or makes too much of it.
+        Raises RequestError for anything but text, and for text with halves of surrogate pairs;
+        TokenizerError if the tokenizer fails, takes too long or makes too much of it.
         """
         return [*chain.from_iterable(self.encode_pieces(text, add_special_tokens))]
 
@@ -137,16 +141,13 @@ class Tokenizer:
             begins = begins and not piece
 
     def _encoding(self, add_special_tokens: bool, text: str) -> tokenizers.Encoding:
-        # Unlike `encode`, this lets other threads run.
+        # Unlike the library's `encode`, `encode_batch` lets other threads run.
         encode = partial(self._backend.encode_batch, [text], add_special_tokens=add_special_tokens)
         return _limited(encode, len(text))[0]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are not UTF-8 become U+FFFD.
-
-        Raises:
-            RequestError: something else than a list of ids.
-        """
+        """Returns the text of token ids; bytes that are not UTF-8 become U+FFFD. Raises
+        RequestError for anything but a list of ids."""
         try:
             given = list(ids)
             if self._slow_decoder:
@@ -166,13 +167,15 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """The text of a token in the middle of a text. At the beginning a token may lose its space,
-        so this is what the token adds when it comes second. A special token's text is its name."""
+        """Returns the text of a token in the middle of a text. At the beginning a token may lose
+        its space, so this is the text that the token adds when it comes second. A special token's
+        text is its name."""
         first, both = (self.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
         return both[len(first) :]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns `token_text` in UTF-8; for a part of a character, its own bytes."""
+        """Returns `token_text` in UTF-8; for a token that is a part of a character, its own
+        bytes."""
         name = self._backend.id_to_token(token_id) or ""
         if token_id in self.byte_token_ids:  # <0xE2>
             return bytes([int(name[3:5], 16)])
@@ -192,7 +195,7 @@ class Tokenizer:
         return text
 
     def is_shown(self, token_id: int) -> bool:
-        """Whether `decode` keeps the id: not a special token, nor outside of the vocabulary."""
+        """Whether `decode` keeps the id: it is no special token, and the vocabulary has it."""
         known = self._backend.id_to_token(token_id) is not None
         return known and token_id not in self._skipped
 
@@ -201,8 +204,8 @@ class Tokenizer:
         return token_id in self._added
 
     def named_in(self, texts: tuple[str, ...]) -> frozenset[int]:
-        """The ids of added tokens whose text is part of one of these texts. The result is kept for
-        each tuple of texts, so there should be few."""
+        """Returns the ids of the added tokens whose text is part of one of these texts. The result
+        is kept for each tuple of texts, so there should be few."""
         if texts not in self._named:
             names = (self.special_names | self.added_text_ids).items()
             self._named[texts] = frozenset(i for name, i in names if any(name in t for t in texts))
@@ -223,7 +226,7 @@ class Tokenizer:
         template: str | None = None,
         **template_args: Any,
     ) -> str:
-        """The prompt text of a chat.
+        """Returns the prompt of a chat, as text.
 
         Args:
             messages: {"role", "content"} each, oldest first.
@@ -252,9 +255,9 @@ class Tokenizer:
         template: str | None = None,
         **template_args: Any,
     ) -> list[str]:
-        """A sentence for each kind of message that the chat template leaves out of the prompt, and
-        for each argument that it does not read. The arguments are those that `render_chat` has
-        taken."""
+        """Returns a sentence for each kind of message that the chat template leaves out of the
+        prompt, and for each argument that it does not read. The arguments must be such as
+        `render_chat` has accepted."""
         return left_out(self.templates, messages, self.special_tokens, template_args, template)
 
     def encode_chat(
@@ -267,10 +270,11 @@ class Tokenizer:
         template: str | None = None,
         **template_args: Any,
     ) -> list[int]:
-        """Token ids of a chat: as rendered, since the template itself writes the special tokens.
-        With `bos_before_chats` there is BOS, too, if the template did not write it.
+        """Returns the token ids of a chat. The rendered text gets no special tokens, since the
+        template itself writes them; but with `bos_before_chats` it gets BOS, if the template has
+        not written it.
 
-        Arguments and errors as for `render_chat`.
+        `render_chat` explains the arguments and the errors.
         """
         text = self.render_chat(
             messages,
@@ -287,8 +291,9 @@ class Tokenizer:
 
 
 def _joins_in_words(backend: tokenizers.Tokenizer, has_bytes: bool) -> bool:
-    """Whether pieces of a text may be joined within a word: if it is BPE and leaves no character
-    out, behind which the library gives wrong places. has_bytes: whether each byte has a token."""
+    """Whether pieces of a text may be joined within a word. They may if the tokenizer is BPE and
+    leaves no character out: behind a character that was left out, the library gives wrong places.
+    has_bytes: whether each byte has a token."""
     model = backend.model
     if not isinstance(model, tokenizers.models.BPE):
         return False
@@ -299,8 +304,8 @@ def _joins_in_words(backend: tokenizers.Tokenizer, has_bytes: bool) -> bool:
 
 
 def _limited(call: Callable[[], T], length: int) -> T:
-    """Returns the result of a function of the library, within a time limit. Other threads run
-    meanwhile. length: of its text, in characters."""
+    """Calls a function of the library and returns its result. Raises TokenizerError if it takes too
+    long. Other threads run meanwhile. length: the length of the function's text, in characters."""
     seconds = SECONDS * (1 + length / 600_000)
     with foreign("The tokenizer failed"):
         try:
@@ -312,9 +317,9 @@ def _limited(call: Callable[[], T], length: int) -> T:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The characters that stand for bytes in the vocabularies of byte-level tokenizers, and their
-    bytes. As in GPT-2, printable characters stand for themselves, and characters from U+0100 on for
-    the other bytes."""
+    """Returns the characters that stand for bytes in the vocabularies of byte-level tokenizers,
+    with their bytes. As in GPT-2, printable characters stand for themselves, and characters from
+    U+0100 on for the other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     own = {chr(byte): byte for byte in printable}
@@ -332,7 +337,7 @@ def _are_ids(values: Any) -> bool:
 
 
 def _growth(step: Any) -> int:
-    """The factor by which a step of a tokenizer may lengthen a text."""
+    """Returns the factor by which a step of a tokenizer may lengthen a text."""
     return 1 if step is None else _growth_of(json.loads(step.__getstate__()))
 
 
@@ -343,7 +348,8 @@ def _growth_of(step: Mapping[str, Any]) -> int:
         return prod(map(_growth_of, steps))
     if kind == "Replace":
         content, pattern = len(step["content"]), len(step["pattern"].get("String", ""))
-        return max(-(-content // pattern), 1) if pattern else content + 1  # may match nothing
+        # The pattern may match the empty text, everywhere.
+        return max(-(-content // pattern), 1) if pattern else content + 1
     if kind == "Prepend":
         return len(step["prepend"]) + 1
     if kind == "ByteLevel":

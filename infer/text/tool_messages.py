@@ -14,7 +14,7 @@ from infer.kernels.errors import RequestError
 
 _ID = string.digits + string.ascii_letters
 
-# For templates that know no tools.
+# The description of tools for templates that know none.
 _WORDS = """# Tools
 
 You may call functions to answer. They are described within <tools></tools>, one a line:
@@ -27,7 +27,8 @@ To call one, write:
 
 
 def check_calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The message, without an empty list of calls. Raises RequestError for malformed calls."""
+    """Returns a copy of the message, without an empty list of calls. Raises RequestError for
+    malformed calls."""
     calls = message.get("tool_calls")
     if not calls:
         return {key: value for key, value in message.items() if key != "tool_calls"}
@@ -44,8 +45,9 @@ def check_calls(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """A copy of a message whose calls have arguments as JSON text, or as objects. APIs have text;
-    transformers hands objects to templates. Text of a model that is no JSON object stays text."""
+    """Returns a copy of a message whose calls have arguments as JSON text, or as objects. APIs have
+    text; transformers hands objects to templates. Text of a model that is no JSON object stays
+    text."""
 
     def changed(call: Mapping[str, Any]) -> dict[str, Any]:
         if "function" in call:
@@ -67,8 +69,8 @@ def with_arguments(message: Mapping[str, Any], *, as_text: bool) -> dict[str, An
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of the messages in which ids of calls are nine letters and digits, which Mistral's
-    templates insist on."""
+    """Returns copies of the messages in which ids of calls are nine letters and digits, as
+    Mistral's templates demand."""
 
     def short(call_id: object) -> object:
         if not isinstance(call_id, str) or re.fullmatch("[0-9A-Za-z]{9}", call_id):
@@ -96,9 +98,9 @@ def with_tools(
     role: str,
     call: str,
 ) -> list[dict[str, Any]]:
-    """Copies of the messages with a description of the tools, for templates that write none. role:
-    "system" to put it into a first message of the system, "user" into the first message of the
-    user. call: an example of a call."""
+    """Returns copies of the messages with a description of the tools, for templates that write
+    none. role: "system" to put it into a first message of the system, "user" to put it into the
+    user's first message. call: an example of a call."""
     written = [dict(each) for each in messages]
     if not tools:
         return written
@@ -115,8 +117,8 @@ def with_tools(
 
 
 def in_words(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Copies of the messages with calls and results as text, in the form of Hermes and Qwen, for
-    templates that know neither."""
+    """Yields copies of the messages with calls and results as text, in the form of Hermes and Qwen,
+    for templates that know neither."""
     results: list[str] = []
     for message in messages:
         text = joined(message.get("content", ""))
@@ -141,5 +143,5 @@ def in_words(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def joined(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a content: parts are joined by line ends, as vLLM and llama.cpp do."""
+    """Returns the text of a content. Parts are joined by line ends, as vLLM and llama.cpp do."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)

@@ -23,8 +23,8 @@ MAX_TOOLS = 1024
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A piece of the call at an index. The first piece has the id and the name; later pieces have a
-    part of the arguments, which together are JSON."""
+    """A piece of the call at an index. The first piece of a call has the id and the name; later
+    pieces have parts of the arguments, which together are JSON."""
 
     index: int
     id: str | None = None
@@ -34,23 +34,26 @@ class ToolCallDelta:
 
 @dataclass
 class ToolCall:
-    """A call. arguments: the JSON that the model wrote: an object, unless the model made a mistake
-    or a stop string ended it. id: a random one; calls that differ only in their id are equal."""
+    """A call of a function. arguments: the JSON that the model has written, which is an object
+    unless the model made a mistake or a stop string ended it. id: a random one; calls that differ
+    only in their id are equal."""
 
     id: str = field(compare=False)
     name: str
     arguments: str = ""
 
     def __post_init__(self) -> None:
-        self._function: PythonFunction | None = None  # no field: it is nothing that a model wrote
+        # No field of the dataclass, since the model has not written it.
+        self._function: PythonFunction | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.id, self.name, self.arguments)  # functions may not be pickled
+        # Without the function, which pickle may not know.
+        return type(self), (self.id, self.name, self.arguments)
 
     def parsed(self) -> dict[str, Any]:
-        """The arguments: of a Python function that was given as a tool as the types that it takes
-        (but not in a copy of this object), of others as JSON has them. Raises ValueError where they
-        are no JSON object, and where the Python function does not take them."""
+        """Returns the arguments: for a Python function that was given as a tool as the types that
+        it takes (but not in a copy of this object), for other functions as JSON has them. Raises
+        ValueError if they are no JSON object, or if the Python function does not take them."""
         try:
             value = json.loads(self.arguments)
             # An escape may be half of a surrogate pair, which cannot be encoded as UTF-8.
@@ -67,8 +70,8 @@ def add_deltas(
     deltas: Sequence[ToolCallDelta],
     functions: Mapping[str, PythonFunction] | None = None,
 ) -> None:
-    """Append pieces of calls to the calls that they belong to. functions: the tools that are Python
-    functions."""
+    """Appends pieces of calls to the calls that they belong to. functions: the tools that are
+    Python functions, by name."""
     for delta in deltas:
         if delta.id is not None and delta.name is not None:
             calls.append(ToolCall(delta.id, delta.name))
@@ -86,11 +89,12 @@ class ToolOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Tools:
-    """ToolOptions that have been checked. required: at least one call. parallel: several may come.
+    """The options about tools, checked. required: whether the answer must have a call. parallel:
+    whether it may have several.
 
-    offered: those that the prompt describes, None for none: with the choice "none" nothing can be
-    called, nor is a call that comes all the same anything but text. python: those of them that are
-    Python functions.
+    offered: the tools that the prompt describes, or None for no tools: with the choice "none"
+    nothing can be called, and what looks like a call is text. python: the Python functions among
+    them, by name.
     """
 
     offered: list[dict[str, Any]] | None
@@ -101,7 +105,7 @@ class Tools:
 
     @property
     def functions(self) -> dict[str, dict[str, Any]] | None:
-        """The schemas of the arguments by name."""
+        """The schemas of the functions' arguments by name; None without tools."""
         if self.offered is None:
             return None
         functions = (tool["function"] for tool in self.offered)
@@ -113,7 +117,7 @@ def check_tools(
     tool_choice: ToolChoice = "auto",
     parallel_tool_calls: bool = True,
 ) -> Tools:
-    """Check the options about tools. Raises RequestError, which says where the mistake is."""
+    """Checks the options about tools. Raises RequestError, which says where the mistake is."""
     checked = _checked(tools or ())
     offered = [tool for tool, _ in checked.values()]
     if not isinstance(parallel_tool_calls, bool):
@@ -136,7 +140,8 @@ def check_tools(
 
 
 def _named(choice: object) -> str:
-    """The name of the tool that has to be called. Raises RequestError."""
+    """Returns the name of the tool that has to be called. Raises RequestError for a choice that
+    names none."""
     name = choice
     if isinstance(choice, Mapping):
         function = choice.get("function") if choice.get("type") == "function" else None
@@ -150,7 +155,8 @@ def _named(choice: object) -> str:
 
 
 def _checked(tools: object) -> dict[str, tuple[dict[str, Any], PythonFunction | None]]:
-    """The tools by their names, and for each the Python function that it is, or None."""
+    """Returns the tools by their names, each with the Python function that it was given as, or
+    None. Raises RequestError for tools that are malformed."""
     if not isinstance(tools, list | tuple):
         raise RequestError(f"tools must be a list, not {shown(tools)}.")
     if len(tools) > MAX_TOOLS:
@@ -200,7 +206,7 @@ def _checked_tool(where: str, tool: object) -> dict[str, Any]:
         )
     if not isinstance(schema.get("properties", {}), Mapping):
         raise RequestError(f"{where}.function.parameters.properties must be an object.")
-    given.setdefault("description", "")  # templates count on it
+    given.setdefault("description", "")  # templates expect a description
     try:
         plain: dict[str, Any] = json.loads(json.dumps({"type": "function", "function": given}))
     except (TypeError, ValueError, RecursionError) as error:
