@@ -32,7 +32,8 @@ class Source(Protocol[_PieceT_co, _ResultT_co]):
     def so_far(self) -> _ResultT_co: ...
 
     def begin_elsewhere(self) -> TokenAnswer:
-        """From here on it is generated whenever any other is, and read by another thread."""
+        """Begins the answer, which another thread will read. From then on it is generated whenever
+        another answer is."""
 
     def __next__(self) -> _PieceT_co: ...
 
@@ -41,15 +42,15 @@ class Source(Protocol[_PieceT_co, _ResultT_co]):
 
 @dataclass(frozen=True)
 class _End:
-    """The end of a stream, and the error that ended it, if one did."""
+    """The end of a stream. error: what ended it, or None."""
 
     error: BaseException | None
 
 
 @dataclass(eq=False)
 class _Feed(Generic[PieceT]):
-    """A stream that the thread reads, and where its pieces go; of those that are read `whole`, its
-    end alone."""
+    """A stream that the thread reads, and the queue for its pieces. whole: whether the queue gets
+    only the stream's end."""
 
     stream: Source[PieceT, object]
     answer: TokenAnswer
@@ -59,8 +60,8 @@ class _Feed(Generic[PieceT]):
     ended: bool = False
 
     def take(self, failed: BaseException | None) -> list[PieceT | _End]:
-        """Returns the pieces that have come, without waiting. failed: the error for which none will
-        come any more."""
+        """Returns the pieces that have come, without waiting. failed: the error for which no more
+        pieces will come, or None."""
         pieces: list[PieceT | _End] = []
         if failed is not None:
             self.stream.close()
@@ -71,7 +72,7 @@ class _Feed(Generic[PieceT]):
                     pieces.append(piece)
         except StopIteration:
             pieces.append(_End(failed))
-        except BaseException as error:  # the task's, not this thread's
+        except BaseException as error:  # the error belongs to the task, not to this thread
             pieces.append(_End(error))
         else:
             return pieces
@@ -85,12 +86,12 @@ class Runner:
     def __init__(
         self, engine: TokenEngine, call: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """call: the context of a call of the LLM."""
+        """call: opens the block in which the LLM counts this thread as calling it."""
         self._engine, self._call = engine, call
-        self._lock = threading.Lock()  # of the two below
+        self._lock = threading.Lock()  # guards the two attributes below
         self._feeds: list[_Feed[object]] = []
         self._runs = False
-        # To start a thread for each answer takes the event loop longer than all the rest.
+        # Starting a thread for each answer would take the event loop longer than all else.
         self._thread = ThreadPoolExecutor(1, "infer.aio")
 
     def add(self, feed: _Feed[object]) -> None:
@@ -136,10 +137,11 @@ def _put(parts: Sequence[tuple[_Feed[object], Sequence[object]]]) -> None:
 
 
 class AsyncStream(Uncopied, AsyncIterator[PieceT], Generic[PieceT, ResultT]):
-    """A `Stream` for `async for`. It begins when it is first asked for a piece, and then comes as
-    fast as it can. Iterate it to its end, close it (`aclose`, `async with`), drop it, or cancel the
-    task that waits for it: each frees its place for the next. `result` is then all of it, and
-    `so_far` what has been generated so far, which may be more than what was taken."""
+    """A `Stream` for `async for`. It begins when it is first asked for a piece, and is then
+    generated as fast as possible. Iterate it to its end, close it (`aclose`, `async with`), drop
+    it, or cancel the task that waits for it: each frees its place for the next answer. From then on
+    `result` is the whole result. `so_far` is what has been generated so far, which may be more than
+    the pieces that were taken."""
 
     instead = "Take its result, which can."
 
@@ -150,12 +152,12 @@ class AsyncStream(Uncopied, AsyncIterator[PieceT], Generic[PieceT, ResultT]):
 
     @property
     def result(self) -> ResultT:
-        """The result, as of `Stream.result`. Raises InferError before the stream has ended."""
+        """The result, like `Stream.result`. Raises InferError before the stream has ended."""
         return self._stream.result
 
     @property
     def so_far(self) -> ResultT:
-        """The result of all that has been generated until now, as of `Stream.so_far`."""
+        """The result of all that has been generated until now, like `Stream.so_far`."""
         return self._stream.so_far
 
     def begin(self) -> asyncio.Queue[PieceT | _End]:
@@ -178,7 +180,7 @@ class AsyncStream(Uncopied, AsyncIterator[PieceT], Generic[PieceT, ResultT]):
         if not isinstance(piece, _End):
             return piece
         self.close()
-        queue.put_nowait(_End(None))  # for other tasks that wait
+        queue.put_nowait(_End(None))  # for other tasks that wait for this stream
         raise piece.error or StopAsyncIteration
 
     def close(self) -> None:
@@ -203,7 +205,7 @@ class AsyncStream(Uncopied, AsyncIterator[PieceT], Generic[PieceT, ResultT]):
 
 
 async def together(streams: Sequence[AsyncStream[PieceT, ResultT]]) -> list[ResultT]:
-    """All of them, to their ends, generated at once."""
+    """Generates all streams at once, to their ends. Returns their results."""
     try:
         for stream in streams:
             stream.begin()

@@ -1,5 +1,5 @@
-"""What is said of wrong arguments, with the right keyword, also for keywords of other engines; and
-warnings that point at the line of the caller."""
+"""Texts of errors for wrong arguments, which name the right keyword, also for keywords of other
+libraries; and warnings that point at the line of the caller."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ _TEXT_ONLY = "Models read text alone here: leave {name} out."
 _PROMPT_SCORES = "Call the method prompt_logprobs(prompt) of an LLM."
 _LEAVE_OUT = "There is nothing to choose: leave {name} out."
 
-# Parameters of other libraries that this one does not have, and what to do instead.
+# Parameters of other libraries that have no counterpart here, and what to do instead.
 INSTEAD = {
     "data_parallel_size": _ONE_GPU,
     "detokenize": "A result has the text and the token ids: leave {name} out.",
@@ -139,7 +139,8 @@ _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 
 def warn(text: str) -> None:
-    """Give an InferWarning, as of the line of the user's program that calls this package."""
+    """Gives an InferWarning that points at the line of the user's program that calls this
+    package."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
@@ -149,8 +150,8 @@ def warn(text: str) -> None:
 def check_names(
     given: Iterable[str], known: Collection[str], others: Collection[str], place: str
 ) -> None:
-    """Raises RequestError for a name that is not known, with the one that was likely meant. others:
-    what the functions of `place` know."""
+    """Raises RequestError for a name that is not known; its text has the name that was likely
+    meant. others: the names that the functions of `place` know."""
     unknown = next((name for name in given if name not in known), None)
     if unknown is None:
         return
@@ -176,7 +177,7 @@ def misfit(
     args: Sequence[object],
     given: Iterable[str],
 ) -> str:
-    """A sentence about arguments, with known names, that do not fit a function."""
+    """Returns a sentence that says how arguments, all of known names, do not fit a function."""
     name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
     named = [p for p in own.parameters.values() if p.name != "self"]
     by_place = [p.name for p in named if p.kind <= Parameter.POSITIONAL_OR_KEYWORD]

@@ -20,13 +20,15 @@ T = TypeVar("T")
 
 @contextmanager
 def foreign(what: str, kind: type[InferError] = TokenizerError, hint: str = "") -> Iterator[None]:
-    """Whatever goes wrong in the block is an error of this kind: "{what}: ... {hint}"."""
+    """Opens a block that runs code of others. An exception in it becomes an error of the class
+    `kind`, whose text is "{what}: ... {hint}"; an InferError passes unchanged."""
     try:
         yield
     except InferError:
         raise
     except BaseException as error:
-        # A panic of Rust is no Exception. Nor are Ctrl-C and the end of the program, which pass.
+        # A panic of Rust is no Exception. Ctrl-C and the end of the program are none either; they
+        # pass.
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
         raise kind(f"{what}: {reason(error)} {hint}".rstrip()) from error
@@ -34,24 +36,25 @@ def foreign(what: str, kind: type[InferError] = TokenizerError, hint: str = "") 
 
 def reason(error: BaseException) -> str:
     """Returns an error's text as a sentence, cut off after 1,000 characters; the name of its class
-    where it has no text."""
+    if it has no text."""
     text = "nested too deeply" if isinstance(error, RecursionError) else str(error)
     text = text if len(text) < 1000 else f"{text[:1000]} ..."
     return text if text.endswith((".", "!", "?")) else f"{text or type(error).__name__}."
 
 
 def shown(value: object) -> str:
-    """A wrong value for a message, of whatever kind and size it is."""
+    """Returns a wrong value as text for a message. The value may be of any type and size."""
     try:
         text = repr(value)
-    except Exception:  # of its own, or an integer of thousands of digits
+    except Exception:  # the value's own repr fails, or it is an integer of thousands of digits
         return f"one of the type {type(value).__name__}"
     return text if len(text) < 200 else f"{text[:200]} ..."
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """call(), in a thread that is left behind if it takes longer: for code that cannot be
-    interrupted but lets other threads run. Raises TimeoutError."""
+    """Calls call() in a thread and returns its result. If it takes longer, the thread is left
+    behind and TimeoutError is raised: for code that cannot be interrupted but lets other threads
+    run."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -72,12 +75,12 @@ def checked(
     renamed: Mapping[str, str] | None = None,
     hint: str = "",
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator of functions that users call: arguments that do not fit raise RequestError
-    instead of TypeError.
+    """Returns a decorator for functions that users call: arguments that do not fit raise
+    RequestError instead of TypeError.
 
-    options: the names that the function takes as **options; without any it takes all. others,
-    place: as for `check_names`.
-    renamed: second names of arguments, and the first. hint: what to do instead of any wrong call.
+    options: the names that the function takes as **options; without any it takes all names. others,
+    place: as for `check_names`. renamed: second names of arguments, each with its first name. hint:
+    what to do instead, whatever is wrong with a call.
     """
     second_names = renamed or {}
 
@@ -98,7 +101,7 @@ def checked(
                 return function(*args, **kwargs)
             except TypeError as error:
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                    raise  # of its own
+                    raise  # the function itself raised it
                 raise RequestError(hint or misfit(function, own, args, kwargs)) from None
 
         return call

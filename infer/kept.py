@@ -100,12 +100,12 @@ def generate(
     n: int = 1,
     **options: Unpack[Options],
 ) -> Results:
-    """The answer of a model to a prompt, or those to a list of prompts: `load` and `LLM.generate`
-    in one.
+    """The answer of a model to a prompt, or the answers to a list of prompts: `load` and
+    `LLM.generate` in one.
 
     model: an id, a folder or an LLM. A model that is loaded here stays loaded until another one is
-    asked for, and until what uses it is done. params, n: as for `LLM.generate`. options: those of
-    `LLM.stream`, and of `load`: device, webgpu, precision, context, dtype, quantize, kv_dtype,
+    asked for and all that uses it has ended. params, n: as for `LLM.generate`. options: all options
+    of `LLM.stream`, and of `load`: device, webgpu, precision, context, dtype, quantize, kv_dtype,
     max_batch, cache_memory, host_cache, invariant, speculate, draft, draft_quantize, chat_template,
     revision, offline, progress, and, where the model is not an LLM, adapter.
     """
@@ -168,8 +168,8 @@ def chat(
     n: int = 1,
     **options: Unpack[Options],
 ) -> Results:
-    """The answer of a model to chat messages, or to a message of the user given as text; or those
-    to a list of either: `load` and `LLM.chat` in one. All else is as for `generate`."""
+    """The answer of a model to chat messages, or to a user's message given as text; or the answers
+    to a list of either: `load` and `LLM.chat` in one. All other arguments are as for `generate`."""
     return generate(model, as_chats(messages), params, n=n, **options)
 
 
@@ -181,7 +181,7 @@ def stream(
     **options: Unpack[Options],
 ) -> Stream:
     """Returns the answer of a model to a prompt as a stream of pieces: `load` and `LLM.stream` in
-    one. The model loaded last is kept, as by `generate`."""
+    one. The model that was loaded last stays loaded, as with `generate`."""
     given, rest = _split(model, options)
     check_options(params, **rest)
     if isinstance(model, LLM):
@@ -224,7 +224,8 @@ show_options(EmbedOptions, embed)
 def _split(
     model: str | Path | LLM, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits options into those of `load` and those of `LLM.stream`."""
+    """Splits the options into those for load() and those for LLM.stream(). Raises RequestError for
+    options of load() beside an LLM."""
     names = set(LoadOptions.__optional_keys__)
     if not isinstance(model, LLM):
         names.add("adapter")
@@ -235,8 +236,8 @@ def _split(
 
 
 class _Kept:
-    """A model that was loaded here. It is closed when nothing holds this any more: neither the
-    module, nor a stream or a call that uses it."""
+    """A model that this module has loaded. It is closed when nothing holds this object any more:
+    neither the module, nor a stream or a call that uses it."""
 
     def __init__(self, key: tuple[Any, ...], llm: LLM) -> None:
         self.key, self.llm = key, llm
@@ -256,6 +257,6 @@ def _kept(model: str | Path, options: dict[str, Any]) -> _Kept:
     key = (str(model), *sorted(options.items()))
     with _last_lock:
         if _last is None or _last.key != key or _last.llm._closing:
-            _last = None  # before the next one is loaded
+            _last = None  # let go before the next model is loaded
             _last = _Kept(key, load(model, progress=progress, **options))
         return _last

@@ -48,13 +48,14 @@ from infer.text.tokenizer import Tokenizer
 from infer.text.tools import Tool, ToolChoice, Tools, add_deltas, check_tools
 
 if TYPE_CHECKING:
-    from infer.aio import AsyncStream, Runner  # which imports asyncio
+    from infer.aio import AsyncStream, Runner  # this module imports asyncio
     from infer.models.loading.plan import Summary
 
 Message = Mapping[str, Any]
 Chat = str | Sequence[Message]
 Prompt = Chat | Sequence[int]
-# Lists of them. To type checkers a text is a list of texts too; here it is one.
+# Lists of chats, and of prompts. To type checkers a text is a list of texts, too; here it is one
+# prompt.
 Chats = Sequence[str] | Sequence[Sequence[Message]]
 Prompts = Chats | Sequence[Sequence[int]] | Iterable[str] | Iterable[Sequence[int]]
 # Sampling parameters of all prompts of a call, or a list with those of each prompt.
@@ -83,8 +84,8 @@ class _Lazy:
 
 class Stream(Uncopied, Iterator[Chunk]):
     """Text as it is generated. Iterate it to its end, close it, or drop it: each frees its place
-    for the next answer. `result` is then all of it. Threads may share a stream: each piece goes to
-    one of them.
+    for the next answer. From then on `result` is the whole result. Threads may share a stream: each
+    piece goes to one of them.
 
     so_far: what has been generated so far. Its finish_reason is "cancelled" until the end.
     """
@@ -104,12 +105,15 @@ class Stream(Uncopied, Iterator[Chunk]):
         self.so_far = Result(prompt_tokens=len(ids), seed=params.seed, schema=schema)
         self._chunks = llm._chunks(self._answer, params, ids, self.so_far, reading)
         llm._open_streams[id(self)] = weakref.ref(self)
-        self._turn = threading.Lock()  # of the thread that runs or closes `_chunks`
-        self._reader: int | None = None  # the thread that began it or asked for a piece last
+        self._turn = threading.Lock()  # held by the thread that runs or closes `_chunks`
+        # The thread that began the stream, or asked for a piece last.
+        self._reader: int | None = None
         self._closed = False
-        self._is_elsewhere = False  # whether it is another thread that reads it for its reader
-        self._error: ClosedError | None = None  # what closed it, if the reader does not know
-        self._keeps: object = None  # what lives as long as it is open
+        # Whether another thread reads the stream on behalf of its reader.
+        self._is_elsewhere = False
+        # What closed the stream, if its reader does not know yet.
+        self._error: ClosedError | None = None
+        self._keeps: object = None  # an object that lives as long as the stream is open
 
     def __next__(self) -> Chunk:
         if not self._closed:
@@ -119,11 +123,12 @@ class Stream(Uncopied, Iterator[Chunk]):
                 llm._inside.add(thread)
                 with self._turn:
                     self._reader = thread
-                    if not self._closed:  # while this waited
+                    if not self._closed:  # it may have been closed while this thread waited
                         return next(self._chunks)
             except StopIteration:
                 self._closed = True
-                if self.so_far.finish_reason != "cancelled":  # it was whole before it was closed
+                # The answer was whole before it was closed.
+                if self.so_far.finish_reason != "cancelled":
                     self._error = None
             except BaseException:
                 self._closed = True
@@ -148,13 +153,13 @@ class Stream(Uncopied, Iterator[Chunk]):
         return self.so_far
 
     def _begin(self) -> None:
-        """Begin it: from here on it is generated whenever another answer is."""
+        """Begins the answer: from then on it is generated whenever another answer is."""
         self._llm._check_open()
         self._reader = threading.get_ident()
         self._answer()
 
     def _is_ready(self) -> bool:
-        """Whether its next piece, or its end, is there without another step of the model."""
+        """Whether the next piece, or the end, is there without another step of the model."""
         return self._answer().is_ready
 
     def begin_elsewhere(self) -> TokenAnswer:
@@ -164,18 +169,18 @@ class Stream(Uncopied, Iterator[Chunk]):
         return self._answer()
 
     def _finish(self) -> Result:
-        """Generate it to its end."""
+        """Generates the answer to its end, and returns the result."""
         with self:
             for _ in self:
                 pass
             return self.result
 
     def close(self) -> None:
-        """End the stream. Safe at any time, in any thread, in a signal handler, in a logits
-        processor, and twice. A piece that is being made meanwhile is the last one."""
+        """Ends the stream. It may be called at any time, in any thread, in a signal handler, in a
+        logits processor, and twice. A piece that is being made meanwhile is the last one."""
         self._closed = True
         self._answer.close()
-        if not self._turn.locked():  # else the `__next__` that has it comes here at its end
+        if not self._turn.locked():  # else the `__next__` that holds the lock comes here at its end
             with self._turn:
                 self._chunks.close()
                 self._keeps = None
@@ -203,10 +208,10 @@ class LLM(Uncopied):
     together; the others wait. Several LLMs, on one device or several, can live side by side.
 
     Attributes:
-        name: of the model: its hub id, the name of its folder or file, or "demo".
-        config: what its config.json says: vocab_size, hidden_size, num_hidden_layers, ….
-        tokenizer: from text and chats to token ids and back (`infer.text.tokenizer.Tokenizer`).
-        defaults: what its generation_config.json says of sampling.
+        name: the model's name: its hub id, the name of its folder or file, or "demo".
+        config: the values of its config.json: vocab_size, hidden_size, num_hidden_layers, ….
+        tokenizer: turns text and chats into token ids and back (`infer.text.tokenizer.Tokenizer`).
+        defaults: the sampling parameters in its generation_config.json.
         summary: how many parameters it has, and of which type.
     """
 
@@ -226,7 +231,7 @@ class LLM(Uncopied):
         self.summary = summary
         self._engine, self._embedding = engine, embedding
         self.config = engine.config
-        self._open_streams: dict[int, weakref.ref[Stream]] = {}  # which end when this does
+        self._open_streams: dict[int, weakref.ref[Stream]] = {}  # they end when this LLM is closed
         self._inside: set[int] = set()  # threads that are in the middle of a call
         self._closing = False
         self._pid = os.getpid()
@@ -243,12 +248,13 @@ class LLM(Uncopied):
 
     @property
     def device(self) -> Device:
-        """The engine's device. Raises as `engine`."""
+        """The engine's device. Raises UnsupportedError if the engine is in another process
+        (isolate)."""
         return self.engine.device
 
     @property
     def gpu(self) -> AdapterInfo:
-        """The adapter that it runs on."""
+        """The GPU on which the model runs, as WebGPU's adapter describes it."""
         return self._engine.gpu
 
     @property
@@ -263,14 +269,14 @@ class LLM(Uncopied):
         return self._engine.silent
 
     def watch(self, on_failure: Callable[[InferError], object]) -> None:
-        """Have on_failure called, in another thread, if an engine in a process of its own is not
+        """Has on_failure called, in another thread, if an engine in a process of its own cannot be
         started again."""
         if isinstance(self._engine, WorkerEngine):
             self._engine.on_failure = on_failure
 
     @property
     def slots(self) -> int:
-        """The most answers generated at once; others wait."""
+        """The most answers that are generated at once; others wait."""
         return self._engine.slots
 
     @property
@@ -352,8 +358,8 @@ class LLM(Uncopied):
             column of a table, under the name prompts, too.
         params: the sampling parameters of all answers, or a list of them, one for each prompt.
         n: samples of each prompt, which is computed once; with more than one, each prompt has a
-            list of results. If there is a seed, sample i has seed + i, so that the first is that of
-            n=1. Without a temperature all samples are the same.
+            list of results. If there is a seed, sample i has seed + i, so that the first sample is
+            the answer with n=1. Without a temperature all samples are equal.
         options: as for `stream`.
         """
         prompt = listed(prompt)
@@ -410,8 +416,8 @@ class LLM(Uncopied):
         n: int = 1,
         **options: Unpack[AnswerOptions],
     ) -> Results:
-        """The answer to chat messages, or to one user message given as text; or the answers to a
-        list of either, generated together. params, n, options: as for `generate`."""
+        """The answer to chat messages, or to one message of the user given as text; or the answers
+        to a list of either, generated together. params, n, options: as for `generate`."""
         return self.generate(as_chats(messages), params, n=n, **options)
 
     @_checked()
@@ -435,36 +441,36 @@ class LLM(Uncopied):
     ) -> Stream:
         """The answer piece by piece.
 
-        sampling: fields of SamplingParams (or give `params`). What is left out comes from the
-            model's generation_config.json, else it is greedy.
+        sampling: fields of SamplingParams (or give `params`). A field that is left out comes from
+            the model's generation_config.json; if that is silent too, the answer is greedy.
         logits_processor: a numpy function of (ids so far, logits [vocab]) that returns the logits
-            to choose from. Slower, as the logits come to the host for every token.
-        template_args: for the chat template (enable_thinking, …).
-        continue_final_message: the last of the messages is an answer that is begun and goes on. The
-            stream has what is new.
-        add_generation_prompt: whether messages end with the header of the answer. None: unless the
-            final one is continued.
+            to choose from. It is slower, as the logits come to the host for every token.
+        template_args: variables for the chat template (enable_thinking, …).
+        continue_final_message: whether the last message is an answer that is begun and goes on. The
+            stream has only the new text.
+        add_generation_prompt: whether the prompt ends with the header of the answer. None: it does
+            unless the final message is continued.
         adapter: the name of one of `adapters`.
-        cache_salt: a text. What the cache keeps of prompt and answer is reused only by calls with
-            the same one, so that nobody else can tell by the time taken what was asked.
-        priority: an integer. Where answers wait for each other, those with a lower one begin first,
-            and are the last to give their memory back. Each step of it overtakes 64 earlier calls
-            at most, so that nobody waits for ever.
-        timeout: seconds from its beginning, those in which it waits for others included, after
-            which the answer ends with what there is, and the finish reason "timeout". It is looked
-            at between steps.
+        cache_salt: a text. The cache of prompt and answer is reused only by calls with an equal
+            salt, so that nobody else can tell by the time taken what was asked.
+        priority: an integer. Where answers wait for each other, an answer with a lower number
+            begins first, and is the last to give its memory back. Each unit overtakes 64 earlier
+            calls at most, so that no call waits for ever.
+        timeout: seconds after the answer's beginning, its waiting for others included, at which it
+            ends with the text that there is and the finish reason "timeout". The time is looked at
+            between steps.
         tools: functions that the answer may call, in OpenAI's form, or Python functions, described
-            by their signatures and docstrings; `ToolCall.parsed` has arguments as the types that
-            these take.
-        tool_choice: "none", "auto", "required", or the name of the only one that may be called,
-            also as {"type": "function", "function": {"name"}}.
+            by their signatures and docstrings; `ToolCall.parsed` returns arguments as the types
+            that a Python function takes.
+        tool_choice: "none", "auto", "required", or the name of the only function that may be
+            called, also as {"type": "function", "function": {"name"}}.
         parallel_tool_calls: whether there may be several calls.
 
         In answers to messages, reasoning and calls are told apart from the text. In answers to
-        token ids, only if tools are given, perhaps an empty list.
+        token ids they are told apart only if tools are given, perhaps an empty list.
 
-        Raises RequestError at once for a prompt or a value that cannot be served. Warns with an
-        InferWarning of what the chat template leaves out of the prompt, and of arguments that it
+        Raises RequestError at once for a prompt or a value that cannot be served. An InferWarning
+        names each part of the prompt that the chat template leaves out, and each argument that it
         does not read.
         """
         self._check_open()
@@ -504,7 +510,8 @@ class LLM(Uncopied):
         reading = None
         if is_chat or (tools is not None and not isinstance(prompt, str)):
             own = self.tokenizer, checked, ids, template_args.get("template")
-            reading = cache(partial(Reading.of, *own))  # most need it only when text arrives
+            # Most answers need it only when their text arrives.
+            reading = cache(partial(Reading.of, *own))
         params = self._by_ids(params.resolved(self.defaults, len(ids)))
         stop_ids = self._stop_ids(params)
         schema = cast(Mapping[str, Any] | None, params.schema)
@@ -533,8 +540,9 @@ class LLM(Uncopied):
         return Stream(self, begin, params, ids, reading, schema)
 
     def _by_ids(self, params: SamplingParams) -> SamplingParams:
-        """With bad words as token ids, of which single ones are biases. Raises RequestError for
-        ids that are not in the vocabulary, and where no token is left to choose."""
+        """Returns the sampling parameters with bad words as token ids; bad words of one token
+        become biases. Raises RequestError for ids that are not in the vocabulary, and if no token
+        is left to choose."""
         words: dict[Sequence[int], None] = {}
         for word in params.bad_words:
             if not isinstance(word, str):
@@ -557,8 +565,8 @@ class LLM(Uncopied):
         return params
 
     def _stop_ids(self, params: SamplingParams) -> list[int]:
-        """The tokens that end an answer. Raises RequestError if they are too many, or if no other
-        may come where they may not."""
+        """Returns the tokens that end an answer. Raises RequestError if they are too many, or if no
+        other token may come before `min_tokens`."""
         ends = () if params.ignore_eos else self.tokenizer.eos_token_ids
         stop_ids = sorted({*ends, *params.stop_token_ids})
         if len(stop_ids) > MAX_STOP_IDS:
@@ -576,7 +584,8 @@ class LLM(Uncopied):
     def _held(
         self, params: SamplingParams, reading: Reading
     ) -> tuple[SamplingParams, Constraint | None]:
-        """The constraint of an answer that may have calls or thoughts, if it has one."""
+        """Returns the sampling parameters of an answer that may have calls or thoughts, and its
+        constraint, or None."""
         held = reading.held(params)
         try:
             return held, self.constraint(held)
@@ -587,7 +596,7 @@ class LLM(Uncopied):
                 if isinstance(error, RequestError):
                     raise RequestError(f"tools: {error}") from error
                 raise
-        return params, None  # calls that may come and need not be right
+        return params, None  # calls may come, and need not follow a grammar
 
     @overload
     async def agenerate(  # type: ignore[overload-overlap]
@@ -652,7 +661,7 @@ class LLM(Uncopied):
         prompts = listed(prompt)
         asked = samples(prompts, n, {**options, "params": params})
 
-        def opened() -> list[Stream]:  # which takes longer the longer the prompts are
+        def opened() -> list[Stream]:  # in a thread: long prompts take long
             return [self.stream(each, **own) for each, own in asked]
 
         streams = await asyncio.to_thread(opened)
@@ -708,7 +717,7 @@ class LLM(Uncopied):
         n: int = 1,
         **options: Unpack[AnswerOptions],
     ) -> Results:
-        """`chat` for event loops, as `agenerate` is `generate`."""
+        """`chat` for event loops, which it never blocks: see `agenerate`."""
         return await self.agenerate(as_chats(messages), params, n=n, **options)
 
     @_checked()
@@ -722,7 +731,8 @@ class LLM(Uncopied):
         return AsyncStream(self._runner, self.stream(prompt, params, **options), False)
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
-        """The constraint that the parameters ask for. Raises RequestError if there can be none."""
+        """Returns the constraint that the parameters ask for, or None. Raises RequestError for a
+        constraint that cannot be followed."""
         return self._constraints.of(params) if params.masked else None
 
     @cached_property
@@ -755,7 +765,8 @@ class LLM(Uncopied):
         *,
         adapter: str | None = None,
     ) -> list[Score]:
-        """`score` for event loops, as `aembed` is `embed`."""
+        """`score` for event loops, which it never blocks. It is computed to its end, whether a task
+        waits for it or was cancelled."""
         import asyncio
 
         return await asyncio.to_thread(self.score, prompt, continuations, adapter=adapter)
@@ -770,12 +781,14 @@ class LLM(Uncopied):
         cache_salt: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> int:
-        """Compute a prompt, unless the cache has it, and save what the cache has of it in a file,
-        from which `load_cache` lets prompts go on that begin alike, also in another process.
+        """Computes a prompt, unless the cache has it, and saves the prompt's cache in a file. With
+        `load_cache`, prompts that begin alike can go on from it, also in another process.
 
-        Returns how many tokens of the prompt are saved: all, or with models whose layers have
-        states those up to the last state. adapter, cache_salt: as for `stream`. template_args: for
-        messages. Raises RequestError where the file cannot be written."""
+        Returns how many tokens of the prompt are saved: all, or, with models whose layers have
+        states, the tokens up to the last saved state. adapter, cache_salt: as for `stream`.
+        template_args: variables for the chat template. Raises RequestError if the file cannot be
+        written.
+        """
         self._check_open()
         self._engine.check_adapter(adapter)
         _check_salt(cache_salt)
@@ -791,12 +804,14 @@ class LLM(Uncopied):
     def load_cache(
         self, path: str | Path, *, adapter: str | None = None, cache_salt: str | None = None
     ) -> int:
-        """Let prompts go on from what `save_cache` has saved in a file, as if it had just been
-        computed. Returns how many tokens that are.
+        """Lets prompts go on from a cache that `save_cache` has saved in a file, as if it had just
+        been computed. Returns how many tokens it has.
 
-        adapter: as when it was saved. cache_salt: those who give the same find it. Raises
-        RequestError for a file that cannot be read, that is damaged or none, and that another
-        model, quantisation, `kv_dtype`, adapter or version of infer has made."""
+        adapter: as when it was saved. cache_salt: calls with this salt find the loaded cache.
+        Raises RequestError for a file that cannot be read, is damaged or is no such file, and for
+        one that was saved with another model, quantisation, `kv_dtype`, adapter or version of
+        infer.
+        """
         self._check_open()
         self._engine.check_adapter(adapter)
         _check_salt(cache_salt)
@@ -806,9 +821,9 @@ class LLM(Uncopied):
 
     @checked()
     def encode(self, prompt: Prompt, /, **template_args: Any) -> list[int]:
-        """The token ids of a prompt, as `generate` takes it. template_args: of a chat, as for
-        `Tokenizer.encode_chat`: add_generation_prompt, continue_final_message, …; and tools, as for
-        `stream`."""
+        """Returns the token ids of a prompt, as `generate` takes it. template_args: for a chat, the
+        arguments of `Tokenizer.encode_chat` (add_generation_prompt, continue_final_message, …), and
+        tools, as for `stream`."""
         if "tools" in template_args:
             template_args["tools"] = check_tools(template_args["tools"]).offered
         return [*chain.from_iterable(self.encode_pieces(prompt, template_args))]
@@ -819,10 +834,10 @@ class LLM(Uncopied):
         template_args: Mapping[str, Any],
         add_special_tokens: bool = True,
     ) -> Iterator[list[int]]:
-        """Yields the ids of a prompt, of a long one a piece at a time, as `Tokenizer.encode_pieces`
-        does.
+        """Yields the ids of a prompt; the ids of a long prompt come a piece at a time, as from
+        `Tokenizer.encode_pieces`.
 
-        add_special_tokens: those that a text begins and ends with.
+        add_special_tokens: whether a text gets the special tokens that texts begin and end with.
         """
         if isinstance(prompt, str):
             yield from self.tokenizer.encode_pieces(prompt, add_special_tokens)
@@ -835,7 +850,7 @@ class LLM(Uncopied):
                 return
             if items and all(isinstance(item, Mapping) for item in items):
                 text = self.tokenizer.render_chat(items, **template_args)
-                yield []  # that took its time, too
+                yield []  # rendering took time too, so the caller may stop here
                 yield from self.tokenizer.encode_pieces(text, self.tokenizer.bos_before_chats)
                 return
             if all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in items):
@@ -845,8 +860,8 @@ class LLM(Uncopied):
 
     @checked()
     def decode(self, ids: int | Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids, or of one id. Bytes that are not UTF-8 become U+FFFD. Raises
-        RequestError for ids that the model does not have."""
+        """Returns the text of token ids, or of one id. Bytes that are not UTF-8 become U+FFFD.
+        Raises RequestError for ids that the model does not have."""
         listed = list(ids) if isinstance(ids, Iterable) else [ids]
         for i in listed:
             if not (isinstance(i, int | np.integer) and 0 <= i < self._engine.vocab_size):
@@ -868,15 +883,16 @@ class LLM(Uncopied):
         hidden_size]: the hidden states of its tokens after the last norm, pooled. They are computed
         in steps beside those of answers.
 
-        texts: as the prompts of `generate`. An instruction that a model expects before a text is
-            not added.
-        pooling: the "mean" of all tokens, or the "last" one. None: what the model's files say
-            (those of sentence-transformers), else the mean.
-        normalize: scale each embedding to length 1. None: what these files say, else true.
+        texts: one or several, as the prompts of `generate`. An instruction that a model expects
+            before a text is not added.
+        pooling: the "mean" of all tokens, or the "last" one. None: as the model's files for
+            sentence-transformers say, else the mean.
+        normalize: whether each embedding is scaled to length 1. None: as these files say, else
+            true.
         adapter: the name of one of `adapters`.
 
-        Raises RequestError for what cannot be served, and UnsupportedError if the files ask for
-        what is not implemented, unless `pooling` is given.
+        Raises RequestError for a text that cannot be served, and UnsupportedError if the files ask
+        for a pooling that is not implemented, unless `pooling` is given.
         """
         self._check_open()
         self._engine.check_adapter(adapter)
@@ -910,8 +926,8 @@ class LLM(Uncopied):
     def logits(
         self, prompt: Prompt | Prompts, *, adapter: str | None = None
     ) -> NDArray[np.float32] | list[NDArray[np.float32]]:
-        """The logits after every token of a prompt, [tokens, vocab_size]: for scoring; or a list of
-        those of each of a list of prompts."""
+        """Returns the logits after every token of a prompt, [tokens, vocab_size], for scoring; for
+        a list of prompts, a list of such arrays."""
         self._check_open()
         self._engine.check_adapter(adapter)
 
@@ -921,8 +937,8 @@ class LLM(Uncopied):
         return found if several else found[0]
 
     def _encoded(self, prompt: Prompt | Prompts) -> tuple[list[list[int]], bool]:
-        """The ids of a prompt, or of each of several, and whether there are several. Raises
-        RequestError for one that does not fit."""
+        """Returns the ids of each prompt, and whether a list of prompts was given. Raises
+        RequestError for a prompt that does not fit into the context."""
         prompt = listed(prompt)
         several = are_several(prompt)
         each = cast(Sequence[Prompt], prompt if several else [prompt])
@@ -939,13 +955,14 @@ class LLM(Uncopied):
         *,
         adapter: str | None = None,
     ) -> list[Score]:
-        """How likely each continuation of a prompt is, in their order.
+        """Returns how likely each continuation of a prompt is, in their order.
 
-        If prompt and continuation are both text, they are tokenised together, and the tokens after
-        those of the prompt count; spaces at the prompt's end belong to the continuation. Otherwise
+        If prompt and continuation are both text, they are tokenised together, and the tokens behind
+        the prompt's tokens count; spaces at the prompt's end belong to the continuation. Otherwise
         the continuation's tokens follow the prompt's, without special tokens.
 
-        Raises RequestError for what cannot be served, and for a continuation without tokens.
+        Raises RequestError for a prompt that cannot be served, and for a continuation without
+        tokens.
         """
         self._check_open()
         self._engine.check_adapter(adapter)
@@ -972,9 +989,10 @@ class LLM(Uncopied):
     def prompt_logprobs(
         self, prompt: Prompt | Prompts, n: int = 0, *, adapter: str | None = None
     ) -> list[TokenLogprob] | list[list[TokenLogprob]]:
-        """The log probability of each token of a prompt but the first, given those before it, and
-        of the n most probable tokens in its place; or a list of those of each of a list of prompts.
-        The text in which they start has special tokens by their names."""
+        """Returns the log probability of each token of a prompt but the first, given the tokens
+        before it, and of the n most probable tokens in its place; for a list of prompts, a list of
+        such lists. The positions of tokens count in a text in which special tokens stand by their
+        names."""
         self._check_open()
         self._engine.check_adapter(adapter)
         if type(n) is not int or not 0 <= n <= self._engine.vocab_size:
@@ -998,12 +1016,13 @@ class LLM(Uncopied):
         return [*map(self._logprob, ids[1:], self._ranked(ids, n, adapter), starts[1:])]
 
     def _ranked(self, ids: Sequence[int], n: int, adapter: str | None) -> Iterator[Logprobs]:
-        """The log probabilities of all tokens but the first."""
+        """Yields the log probabilities of all tokens but the first, each with the n most probable
+        tokens in its place."""
         if n <= MAX_LOGPROBS:
             for part in self._engine.score(ids, n, adapter):
                 yield from part
             return
-        given = iter(ids[1:])  # more than the GPU finds
+        given = iter(ids[1:])  # the GPU finds fewer, so the host ranks all logits
         for rows in self._engine.logits(ids[:-1], adapter) if len(ids) > 1 else ():
             yield from (logprobs(row, next(given), n) for row in rows)
 
@@ -1016,7 +1035,8 @@ class LLM(Uncopied):
     def _scored_ids(
         self, prompt: Prompt, continuation: str | Sequence[int]
     ) -> tuple[list[int], int]:
-        """The ids of prompt and continuation, and where the latter begins."""
+        """Returns the ids of prompt and continuation together, and the index at which the
+        continuation begins."""
         if isinstance(prompt, str) and isinstance(continuation, str):
             stripped = prompt.rstrip() or prompt
             ids, begin = self.encode(prompt + continuation), len(self.encode(stripped))
@@ -1036,7 +1056,7 @@ class LLM(Uncopied):
         return ids, begin
 
     def _score(self, ids: Sequence[int], begin: int, adapter: str | None) -> Score:
-        """The score of the ids from `begin` on."""
+        """Returns the score of the ids from index `begin` on."""
         values: list[float] = []
         is_greedy = True
         ranked = zip(ids[1:], self._ranked(ids, 1, adapter), strict=True)
@@ -1053,7 +1073,8 @@ class LLM(Uncopied):
         result: Result,
         how: Callable[[], Reading] | None,
     ) -> Generator[Chunk, None, None]:
-        """The pieces of an answer. how: the way in which it is read, where it is more than text."""
+        """Yields the pieces of an answer. how: returns the way in which the answer is read; None if
+        it is only text."""
         self._check_open()
         reading = None if how is None else how()
         parser = None if reading is None else reading.parser()
@@ -1064,7 +1085,8 @@ class LLM(Uncopied):
         functions = None if reading is None else reading.tools.python
 
         def settled(text: str) -> str:
-            """Returns what may be shown of a text. Stop strings may end it from min_tokens on."""
+            """Returns the part of a text that may be shown. Stop strings may end the text once
+            there are more than min_tokens tokens."""
             return stop.add(text, may_end=len(result.token_ids) > params.min_tokens)
 
         def chunk(text: str, token: int | None, logprob: TokenLogprob | None = None) -> Chunk:
@@ -1125,7 +1147,8 @@ class LLM(Uncopied):
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """A call by this thread. If closing was asked for in it, the LLM is closed at its end."""
+        """Opens a block in which this thread calls the LLM. If the LLM was told to close meanwhile,
+        it is closed at the block's end."""
         self._check_thread()
         thread = threading.get_ident()
         try:
@@ -1151,15 +1174,15 @@ class LLM(Uncopied):
     # End
 
     def stats(self) -> EngineStats:
-        """The GPU memory of this model's device, the pages of its KV cache, and how many answers
-        run and wait."""
+        """Returns the GPU memory of this model's device, the pages of its KV cache, and how many
+        answers run and wait."""
         return self._engine.stats()
 
     def close(self) -> None:
-        """Free the GPU memory. Open streams end; in another thread with a ClosedError at the next
-        token, and so does `generate`. Safe at any time, in any thread, and twice. If a signal
-        handler or a logits processor calls it in the middle of a call, the memory is freed when
-        that call returns."""
+        """Frees the GPU memory. Open streams end; streams of other threads, and their calls of
+        `generate`, raise ClosedError at the next token. It may be called at any time, in any
+        thread, and twice. If a signal handler or a logits processor calls it in the middle of a
+        call, the memory is freed when that call returns."""
         self._closing = True
         if is_forked():
             return
@@ -1170,7 +1193,7 @@ class LLM(Uncopied):
                 if stream._is_elsewhere or stream._reader not in (None, thread):
                     stream._error = ClosedError("The LLM was closed in the middle of this stream.")
                 stream.close()
-        if thread in self._inside:  # that call comes here at its end
+        if thread in self._inside:  # the call that runs in this thread comes here at its end
             return
         try:
             self._inside.add(thread)
@@ -1203,11 +1226,12 @@ class LLM(Uncopied):
 
 
 def listed(prompt: Any) -> Any:
-    """A prompt or several, as a list if they are an array, a column of a table, a generator or
-    anything else that is gone through; as they are if not."""
+    """Returns prompts as a list if they are an array, a column of a table, a generator or anything
+    else that can be iterated over; a single prompt unchanged."""
     if isinstance(prompt, str | bytes | bytearray | memoryview | Mapping | list | tuple):
         return prompt
-    if callable(tolist := getattr(prompt, "tolist", None)):  # of numpy, torch, pandas and others
+    # Arrays and columns of numpy, torch, pandas and others.
+    if callable(tolist := getattr(prompt, "tolist", None)):
         items = tolist()
         return items if isinstance(items, list) else prompt
     return list(prompt) if isinstance(prompt, Iterable) else prompt
@@ -1225,14 +1249,15 @@ show_options(
 
 
 def are_several(prompt: Any) -> bool:
-    """Whether it is a list of prompts, that is of texts or of lists, or an empty one."""
+    """Whether the value is a list of prompts, each of them a text or a list, or an empty list."""
     if not isinstance(prompt, list | tuple):
         return False
     return all(isinstance(each, str | list | tuple | np.ndarray) for each in prompt)
 
 
 def as_chats(messages: Chat | Chats) -> Any:
-    """Chat messages, or a list of those of each chat, where a text is a message of the user."""
+    """Returns chat messages, or a list of chats, in which each text has become a message of the
+    user."""
     given = listed(messages)
     return [*map(_messages, given)] if are_several(given) else _messages(given)
 
@@ -1240,8 +1265,9 @@ def as_chats(messages: Chat | Chats) -> Any:
 def samples(
     prompt: Prompt | Prompts, n: int, options: Mapping[str, Any]
 ) -> Iterator[tuple[Prompt, dict[str, Any]]]:
-    """Each prompt n times in a row, with the options of each sample, which has a seed of its own.
-    Raises RequestError if n is no number of samples, or if params are a list of another length."""
+    """Yields each prompt n times in a row, with the options of each sample. Samples have different
+    seeds. Raises RequestError if n is no number of samples, or if params are a list of another
+    length."""
     if type(n) is not int or n < 1:
         raise RequestError(f"n must be a positive integer, not {shown(n)}.")
     seed, params = options.get("seed"), options.get("params")
@@ -1256,7 +1282,7 @@ def samples(
             "prompts, or one for all."
         )
     for each, one in zip(prompts, params, strict=True):
-        yield each, {**options, "params": one}  # whose values nobody has checked yet
+        yield each, {**options, "params": one}  # the values of the options are not checked yet
         for i in range(1, n):
             own: dict[str, Any] = {"params": one}
             if isinstance(one, SamplingParams) and one.seed is not None:
@@ -1267,14 +1293,15 @@ def samples(
 
 
 def by_prompt(results: list[Result], prompt: Prompt | Prompts, n: int) -> Results:
-    """The results of `samples`, in the form that the caller expects."""
+    """Returns the results of `samples` in the form that the caller expects: one, a list, or a list
+    for each prompt."""
     if n > 1 and are_several(prompt):
         return [results[i : i + n] for i in range(0, len(results), n)]
     return results if n > 1 or are_several(prompt) else results[0]
 
 
 def together(streams: Iterable[Stream]) -> list[Result]:
-    """Generate all of them together, to their ends."""
+    """Generates all streams together, to their ends. Returns their results."""
     with ExitStack() as opened:
         listed = [opened.enter_context(stream) for stream in streams]
         for stream in listed:
@@ -1294,7 +1321,9 @@ def _messages(messages: str | Sequence[Message]) -> Sequence[Message]:
 
 
 def _params(params: SamplingParams | None, sampling: SamplingOptions) -> SamplingParams:
-    """The sampling parameters of a call. sampling: whose names are checked."""
+    """Returns the sampling parameters of a call. sampling: the single options, if params is None;
+    their names are known to be right. Raises RequestError for a value that is wrong, and if both
+    are given."""
     if not (params is None or isinstance(params, SamplingParams)):
         raise RequestError(f"params must be SamplingParams, not {shown(params)}.")
     if params is not None and sampling:
@@ -1357,7 +1386,8 @@ def check_options(
     parallel_tool_calls: bool = True,
     **sampling: Unpack[SamplingOptions],
 ) -> None:
-    """Raises what `stream` would for options that no model takes, before one is loaded."""
+    """Checks options without a model. Raises the error that `stream` would raise for options that
+    no model takes."""
     begins_answer(add_generation_prompt, continue_final_message)
     check_tools(tools, tool_choice, parallel_tool_calls)
     _check_processor(logits_processor)

@@ -19,14 +19,15 @@ from infer.text.tokenizer import Tokenizer
 from infer.text.tool_grammars import answer_grammar
 from infer.text.tools import Tools
 
-_MOST = 1 << 16  # characters of the schema of a function's arguments
+_MOST = 1 << 16  # the most characters of the schema of a function's arguments
 
 
 @dataclass(frozen=True)
 class Reading:
-    """thinking: the prompt has begun the thought. may_think: the answer may begin one. keep: the
-    tokens in markers of the style, which the text needs. opened: the header of the message that
-    the prompt has begun, in formats where answers are messages."""
+    """The way in which the answer to a chat is read. thinking: whether the prompt has begun the
+    thought. may_think: whether the answer may begin one. keep: the ids of special tokens that the
+    text needs, because they are in markers of the style. opened: the header of the message that the
+    prompt has begun, in formats whose answers are messages."""
 
     style: AnswerStyle
     tools: Tools
@@ -42,7 +43,8 @@ class Reading:
     def of(
         cls, tokenizer: Tokenizer, tools: Tools, prompt_ids: Sequence[int], template: str | None
     ) -> Reading:
-        """template: its name or source; None: the model's own, if it has one."""
+        """Finds the style of the answer, and what of the answer the prompt has begun. template: the
+        name or source of the chat template; None: the model's own, if it has one."""
         with_tools = tools.offered is not None
         source = ""
         if tokenizer.has_chat_template or template:
@@ -78,14 +80,15 @@ class Reading:
 
     @property
     def is_strict(self) -> bool:
-        """Whether calls have to be as the grammar says."""
+        """Whether calls must follow the grammar: one has to come, or a function is strict."""
         offered = self.tools.offered or ()
         return self.tools.required or any(tool["function"].get("strict") for tool in offered)
 
     def held(self, params: SamplingParams) -> SamplingParams:
-        """With a grammar for calls, and for what comes after a thought; as they are where nothing
-        is added. Raises RequestError for what leaves no room for a call that has to come, and for a
-        strict function whose schema cannot be followed."""
+        """Returns the sampling parameters with a grammar for calls, and for the answer behind a
+        thought; unchanged if no grammar is needed. Raises RequestError for parameters that leave no
+        room for a call that has to come, and for a strict function whose schema cannot be
+        followed."""
         if params.ignore_eos and self.tools.functions:
             raise RequestError("`ignore_eos` leaves no end for a call: leave it or the tools out.")
         if params.constrained and self.tools.required:
@@ -118,7 +121,7 @@ class Reading:
             return params
         try:
             return replace(params, schema=None, regex=None, choices=None, grammar=grammar)
-        except RequestError as error:  # too long
+        except RequestError as error:  # the grammar is too long
             if params.constrained or self.is_strict:
                 raise RequestError(f"tools are too many to hold calls to: {error}") from error
             return params
@@ -128,8 +131,8 @@ class Reading:
 
 
 def _begun(tokenizer: Tokenizer, prompt_ids: Sequence[int], markers: Collection[int]) -> str:
-    """The beginning of the answer that a prompt already has: its text behind the last added token
-    that is not one of the markers around roles. The role's name may stand in front of it."""
+    """Returns the beginning of the answer that a prompt already has: its text behind the last added
+    token that is none of the markers around roles. The role's name may stand in front of it."""
     begin = len(prompt_ids)
     while begin and (
         prompt_ids[begin - 1] in markers or not tokenizer.is_added(prompt_ids[begin - 1])
@@ -139,7 +142,8 @@ def _begun(tokenizer: Tokenizer, prompt_ids: Sequence[int], markers: Collection[
 
 
 def _content(params: SamplingParams) -> str | None:
-    """Returns the grammar in Lark of an answer's text, without calls and thoughts."""
+    """Returns the grammar in Lark of an answer without calls and thoughts; None if it may be any
+    text. Raises RequestError for a schema that cannot be followed."""
     if params.schema is not None:
         if error := _error(json.dumps(params.schema)):
             raise RequestError(f"`schema` cannot be followed: {error}")
@@ -150,11 +154,13 @@ def _content(params: SamplingParams) -> str | None:
 
 
 def _schema_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the JSON schema that a function's arguments are held to: that of any object if the
-    function is not strict and its schema cannot be followed."""
+    """Returns the JSON schema to which a function's arguments are held. It allows any object if the
+    function is not strict and its own schema cannot be followed. Raises RequestError if it is
+    strict."""
     schema = {"type": "object"} | function["parameters"]
     named = {name for way in loose_argument_ways(schema) for name in way.get("properties", ())}
-    if "properties" in schema and named <= schema["properties"].keys():  # models make up others
+    # Without this, models make up other arguments.
+    if "properties" in schema and named <= schema["properties"].keys():
         schema = {"additionalProperties": False} | schema
     text = json.dumps(schema)
     error = _error(text) if len(text) <= _MOST else f"more than {_MOST:,} characters."
