@@ -143,7 +143,7 @@ def generate(
             answers = Answers(model, watched, job.n)
             try:
                 if job.stream:
-                    await _stream(call, answers, job.format(answers))
+                    await _stream(call, answers, job.format)
                 else:
                     await _finish(answers, service.stopped)
                     await call.reply(job.format(answers).whole())
@@ -334,11 +334,12 @@ async def _finish(answers: Answers, stopped: asyncio.Event) -> None:
                 left -= piece is None
 
 
-async def _stream(call: Call[Any], answers: Answers, format: Format) -> None:
-    """Sends the answers as a stream in this format. After some seconds without a piece, a sign of
-    life is sent, so that no proxy takes the connection for dead."""
+async def _stream(call: Call[Any], answers: Answers, written: Callable[[Answers], Format]) -> None:
+    """Sends the answers as a stream. After some seconds without a piece, a sign of life is sent, so
+    that no proxy takes the connection for dead. written: makes the format of the answers."""
     left = len(answers.each)
     async with _reading(answers.each, call.service.stopped, call.service.keepalive) as inbox:
+        format = written(answers)
         await _begin(call, format)
         if data := format.begin():
             await call.part(data)
