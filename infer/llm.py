@@ -354,8 +354,8 @@ class LLM(Uncopied):
         are generated together.
 
         prompt: text to continue, token ids, or chat messages ({"role", "content"}), which go
-            through the model's chat template. Several may be a list, an array, a generator or a
-            column of a table, under the name prompts, too.
+            through the model's chat template. Several prompts may be a list, an array, a generator
+            or a column of a table, also under the name prompts.
         params: the sampling parameters of all answers, or a list of them, one for each prompt.
         n: samples of each prompt, which is computed once; with more than one, each prompt has a
             list of results. If there is a seed, sample i has seed + i, so that the first sample is
