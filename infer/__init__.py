@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
     from infer.aio import AsyncStream
     from infer.engine.token_engine import EngineStats
-    from infer.kept import chat, embed, generate, stream
     from infer.kernels.gpu.adapters import AdapterInfo, is_available, list_adapters
     from infer.kernels.gpu.device import Device, MemoryStats, Settings
     from infer.llm import LLM, Stream
     from infer.loading import load
     from infer.results import Chunk, Result, Score, TokenLogprob, TopLogprob
     from infer.sampling import SamplingParams
+    from infer.shortcuts import chat, embed, generate, stream
     from infer.text.tools import ToolCall, ToolCallDelta
 
 __version__: str = import_module("infer.version").VERSION
@@ -69,13 +69,13 @@ _LAZY = {
     "ToolCall": "infer.text.tools",
     "ToolCallDelta": "infer.text.tools",
     "TopLogprob": "infer.results",
-    "chat": "infer.kept",
-    "embed": "infer.kept",
-    "generate": "infer.kept",
+    "chat": "infer.shortcuts",
+    "embed": "infer.shortcuts",
+    "generate": "infer.shortcuts",
     "is_available": "infer.kernels.gpu.adapters",
     "list_adapters": "infer.kernels.gpu.adapters",
     "load": "infer.loading",
-    "stream": "infer.kept",
+    "stream": "infer.shortcuts",
 }
 
 __all__ = [

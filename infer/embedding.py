@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infer.foreign import reason, shown
+from infer.boundaries import reason, shown
 from infer.kernels.errors import CheckpointError
 from infer.models.loading.files import read_text
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from infer.foreign import shown
+from infer.boundaries import shown
 from infer.kernels.errors import CheckpointError
 
 IMPLEMENTED = frozenset(

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.boundaries import checked, shown
 from infer.calls import warn
+from infer.chat_answers import Reading
 from infer.embedding import POOLINGS, EmbeddingConfig
 from infer.engine.constraint import Constraint, Constraints
 from infer.engine.engine import Engine
 from infer.engine.isolated import WorkerEngine
 from infer.engine.token_engine import EngineStats, TokenAnswer, TokenEngine
-from infer.foreign import checked, shown
 from infer.kernels.errors import (
     ClosedError,
     InferError,
@@ -38,7 +39,6 @@ from infer.kernels.gpu.device import Device
 from infer.kernels.state.step import MAX_LOGPROBS, MAX_STOP_IDS
 from infer.keywords import LOAD_NAMES, AnswerOptions, show_options
 from infer.progress import size
-from infer.reading import Reading
 from infer.results import Chunk, Result, Results, Score, TokenLogprob, TopLogprob
 from infer.sampling import LogitsProcessor, Logprobs, SamplingOptions, SamplingParams, logprobs
 from infer.text.answer_reader import Pieces

@@ -12,6 +12,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from infer.boundaries import checked, shown
 from infer.calls import check_names, warn
 from infer.embedding import EmbeddingConfig, read_embedding_config
 from infer.engine.engine import Engine
@@ -19,7 +20,6 @@ from infer.engine.host_memory import HostMemory
 from infer.engine.isolated import WorkerEngine
 from infer.engine.options import EngineOptions
 from infer.engine.steps import Loaded
-from infer.foreign import checked, shown
 from infer.generation_config import notes, sampling_defaults
 from infer.hub import ResolvedModel, resolve, resolve_adapter
 from infer.kernels.errors import RequestError, UnsupportedError

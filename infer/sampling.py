@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.foreign import checked, shown
+from infer.boundaries import checked, shown
 from infer.generation_config import RENAMED
 from infer.kernels.errors import CheckpointError, RequestError
 from infer.kernels.state.step import FORBIDDEN, MAX_LOGPROBS, MAX_STOP_IDS, SAMPLING

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, get_origin
 
-from infer.foreign import foreign
+from infer.boundaries import foreign
 from infer.kernels.errors import InferError, RequestError
 from infer.text.schemas import closed
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from infer.boundaries import shown
 from infer.cli.terminal import of_system, uninterrupted, write
-from infer.foreign import shown
 from infer.kernels.errors import InferError, RequestError
 
 Id = str | int | float

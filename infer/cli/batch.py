@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
+from infer.boundaries import reason, shown
 from infer.calls import check_names
 from infer.cli.answer_file import Answers, Id, Progress, Written, is_id
 from infer.cli.report import Loading, answer_json
 from infer.cli.terminal import INTERRUPTED, note, read_file, table
-from infer.foreign import reason, shown
 from infer.kernels.errors import ModelError, RequestError, TokenizerError
 from infer.llm import LLM, Chat, Stream, samples
 from infer.models.loading.checkpoint import listed

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from infer.boundaries import shown
 from infer.cli.answers import THINKING, Answerer, Model, Server
 from infer.cli.clipboard import copy
 from infer.cli.lines import Lines, PipedLines, TypedLines, history_path
@@ -50,7 +51,6 @@ from infer.cli.terminal import (
     uninterrupted,
     warnings_as_notes,
 )
-from infer.foreign import shown
 from infer.kernels.errors import InferError, RequestError
 from infer.progress import ProgressLine, is_terminal, size, visible, write_note
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from infer.foreign import shown
+from infer.boundaries import shown
 from infer.kernels.errors import InferError, RequestError
 
 

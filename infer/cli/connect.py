@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
+from infer.boundaries import shown
 from infer.cli.options import ApiKeyOption, VerboseOption, server_option
 from infer.cli.ps import DEFAULT_URL, find
 from infer.cli.terminal import exit_codes, note, write
-from infer.foreign import shown
 from infer.kernels.errors import InferError, RequestError
 
 _KEY = "INFER_API_KEY"  # the variable that has the server's key: no file gets the key itself

@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 from uuid import uuid4
 
+from infer.boundaries import shown
 from infer.calls import check_names
 from infer.cli.answer_file import Answers, Progress, Written
 from infer.cli.serve import needs_extra
 from infer.cli.terminal import note
-from infer.foreign import shown
 from infer.kernels.errors import RequestError
 from infer.llm import LLM
 from infer.sampling import SamplingParams

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from infer.boundaries import shown
 from infer.cli.terminal import OPTIONS
-from infer.foreign import shown
 from infer.progress import parse_size
 
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TextIO
 import typer
 
 from infer import progress
-from infer.foreign import reason, shown
+from infer.boundaries import reason, shown
 from infer.kernels.errors import (
     InferError,
     InferWarning,

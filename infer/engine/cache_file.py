@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from infer.boundaries import reason
 from infer.engine.host_memory import Bytes
-from infer.foreign import reason
 from infer.kernels.errors import RequestError
 from infer.kernels.gpu.device import Device
 from infer.kernels.gpu.tensor import GpuTensor

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.boundaries import foreign, shown
 from infer.engine.bad_words import BadWords
-from infer.foreign import foreign, shown
 from infer.kernels.errors import InferError, RequestError, UnsupportedError
 from infer.sampling import CONSTRAINTS, SamplingParams
 from infer.text.schemas import SchemaError, target

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.boundaries import reason, shown
 from infer.calls import warn
-from infer.foreign import reason, shown
 from infer.kernels.errors import RequestError
 
 if sys.platform != "win32":

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from infer.boundaries import reason
 from infer.calls import warn
 from infer.engine.cache_file import CachedPrompt
 from infer.engine.host_cache import Found, HostCache, Name
@@ -23,7 +24,6 @@ from infer.engine.pages import Cached, PagePool
 from infer.engine.prefixes import root_name
 from infer.engine.steps import Steps
 from infer.engine.submissions import Submissions
-from infer.foreign import reason
 from infer.kernels.errors import OutOfMemoryError
 from infer.kernels.gpu.device import Buffer
 from infer.kernels.gpu.record import EMPTY, Copy, Piece

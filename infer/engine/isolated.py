@@ -23,6 +23,7 @@ from pickle import PicklingError
 from queue import Empty, SimpleQueue
 from typing import Any, BinaryIO, cast
 
+from infer.boundaries import reason
 from infer.engine.host_memory import CAN_SHARE, HostMemory
 from infer.engine.messages import (
     Ask,
@@ -43,7 +44,6 @@ from infer.engine.messages import (
     packed,
 )
 from infer.engine.token_engine import EngineStats, Request, Step, Timings, TokenAnswer, TokenEngine
-from infer.foreign import reason
 from infer.kernels.errors import (
     ClosedError,
     DeviceError,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from infer.boundaries import shown
 from infer.engine.speculation import MAX_DRAFT, WAYS
-from infer.foreign import shown
 from infer.kernels.errors import RequestError
 from infer.kernels.state.kv_cache import PAGE
 

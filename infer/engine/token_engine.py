@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.boundaries import shown
 from infer.engine.constraint import Constraint
 from infer.engine.host_cache import HostCacheStats
 from infer.engine.pages import PoolStats
 from infer.engine.prompts import Prompt
-from infer.foreign import shown
 from infer.kernels.errors import InferError, RequestError
 from infer.kernels.gpu.adapters import AdapterInfo
 from infer.kernels.gpu.device import MemoryStats

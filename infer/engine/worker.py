@@ -23,6 +23,7 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Any, TextIO
 
+from infer.boundaries import reason
 from infer.engine.answers import Answer
 from infer.engine.constraint import Constraint
 from infer.engine.engine import Engine
@@ -44,7 +45,6 @@ from infer.engine.messages import (
     Returned,
     Stats,
 )
-from infer.foreign import reason
 from infer.kernels.errors import DeviceError, InferError, InferWarning, OutOfMemoryError
 from infer.llm import LLM
 from infer.loading import load

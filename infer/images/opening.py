@@ -18,7 +18,7 @@ from urllib.parse import unquote_to_bytes
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.foreign import reason, shown
+from infer.boundaries import reason, shown
 from infer.kernels.errors import InferError, RequestError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infer.foreign import shown
+from infer.boundaries import shown
 from infer.server.errors import ApiError, respond
 
 log = logging.getLogger(__name__)

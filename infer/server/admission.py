@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from starlette.requests import Request
 
-from infer.foreign import shown
+from infer.boundaries import shown
 from infer.server.errors import ApiError
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct, field
 
-from infer.foreign import shown
+from infer.boundaries import shown
 from infer.results import Chunk, Result
 from infer.server.chat import arguments_of, reasoning_args
 from infer.server.endpoint import Call

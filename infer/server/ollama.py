@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from infer.foreign import shown
+from infer.boundaries import shown
 from infer.llm import Prompt
 from infer.results import Chunk, Result
 from infer.sampling import SamplingParams

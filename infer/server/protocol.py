@@ -15,8 +15,8 @@ import msgspec
 import msgspec.inspect
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from infer.boundaries import foreign, shown
 from infer.engine.constraint import lark_of
-from infer.foreign import foreign, shown
 from infer.kernels.errors import RequestError
 from infer.kernels.state.step import MAX_LOGPROBS
 from infer.sampling import CONSTRAINTS, SamplingParams

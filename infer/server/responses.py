@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 from msgspec.structs import replace
 
-from infer.foreign import shown
+from infer.boundaries import shown
 from infer.kernels.state.step import MAX_LOGPROBS
 from infer.results import Chunk, Result, TokenLogprob
 from infer.server.chat import logprobs_of, reasoning_args

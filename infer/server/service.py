@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import structs
 
+from infer.boundaries import shown
 from infer.engine.host_memory import HostMemory
-from infer.foreign import shown
 from infer.kernels.errors import (
     ClosedError,
     DeviceError,

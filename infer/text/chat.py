@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infer.foreign import foreign, reason, shown
+from infer.boundaries import foreign, reason, shown
 from infer.kernels.errors import NoChatTemplateError, RequestError, TokenizerError
 from infer.models.loading.files import read_text
 from infer.text.tool_messages import (

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from infer.foreign import shown
+from infer.boundaries import shown
 from infer.kernels.errors import RequestError
 from infer.text.answer_reader import overlap
 from infer.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import tokenizers
 
-from infer.foreign import foreign, reason, shown
+from infer.boundaries import foreign, reason, shown
 from infer.kernels.errors import TokenizerError
 from infer.models.loading.files import open_file, read_text
 from infer.text.chat import read_templates

@@ -23,7 +23,7 @@ from functools import partial
 from itertools import chain, count
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from infer.foreign import reason, shown
+from infer.boundaries import reason, shown
 from infer.kernels.errors import RequestError
 from infer.text.docstrings import read_docstring
 from infer.text.schemas import closed, is_same, kind_of

@@ -7,7 +7,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from infer.foreign import shown
+from infer.boundaries import shown
 from infer.kernels.errors import TokenizerError
 from infer.models.loading.formats.gguf import Gguf
 from infer.text.infill import find_infill

@@ -38,7 +38,7 @@ from jinja2.sandbox import (
 )
 from jinja2.utils import Namespace
 
-from infer.foreign import foreign
+from infer.boundaries import foreign
 from infer.kernels.errors import TokenizerError
 
 SECONDS = 30.0  # the most CPU time of the thread that renders

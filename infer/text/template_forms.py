@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from infer.foreign import foreign
+from infer.boundaries import foreign
 from infer.kernels.errors import TokenizerError
 from infer.text.template import render_template
 from infer.text.tool_messages import joined, with_arguments

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import tokenizers
 
-from infer.foreign import foreign, shown, within
+from infer.boundaries import foreign, shown, within
 from infer.kernels.errors import RequestError, TokenizerError
 from infer.text import pieces
 from infer.text.chat import begins_answer, choose_template, left_out, render

@@ -9,7 +9,7 @@ import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from infer.foreign import shown
+from infer.boundaries import shown
 from infer.kernels.errors import RequestError
 
 _ID = string.digits + string.ascii_letters

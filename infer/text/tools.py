@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from infer.foreign import reason, shown
+from infer.boundaries import reason, shown
 from infer.kernels.errors import RequestError
 from infer.text.functions import PythonFunction
 

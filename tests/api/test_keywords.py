@@ -15,7 +15,7 @@ import places
 import pytest
 
 import infer
-from infer import calls, foreign, keywords
+from infer import boundaries, calls, keywords
 from infer.calls import check_names
 from infer.keywords import LOAD_NAMES, AnswerOptions, LoadOptions, Options
 from infer.sampling import OF_CALLS, SamplingOptions, SamplingParams
@@ -233,7 +233,7 @@ def both(a: int, b: int = 2, *, c: int = 3) -> tuple[int, int, int]:
 def test_a_call_that_does_not_fit_is_an_error_of_ours(
     args: tuple[int, ...], options: dict[str, int], message: str
 ) -> None:
-    function = foreign.checked((), ("d",), "others()", renamed={"second": "b"})(both)
+    function = boundaries.checked((), ("d",), "others()", renamed={"second": "b"})(both)
     assert function(1, c=4) == (1, 2, 4)
     assert function(1, **{"second": 5}) == (1, 5, 3)  # type: ignore[arg-type]
     with pytest.raises(infer.RequestError) as raised:
@@ -242,7 +242,7 @@ def test_a_call_that_does_not_fit_is_an_error_of_ours(
 
 
 def test_a_type_error_of_a_function_itself_stays_one() -> None:
-    @foreign.checked()
+    @boundaries.checked()
     def wrong(a: Any) -> Any:
         return a + "b"
 

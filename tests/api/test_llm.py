@@ -32,10 +32,10 @@ from wgpu._async import GPUPromise
 import infer
 import infer.engine.caches
 import infer.engine.steps
-import infer.kept
 import infer.llm
 import infer.loading
 import infer.memory
+import infer.shortcuts
 from infer import LLM
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions
@@ -80,9 +80,9 @@ def no_kept_model() -> Iterator[None]:
     """Module-level generate starts, and leaves, without a model."""
 
     def forget() -> None:
-        if infer.kept._last is not None:
-            infer.kept._last.llm.close()
-            infer.kept._last = None
+        if infer.shortcuts._last is not None:
+            infer.shortcuts._last.llm.close()
+            infer.shortcuts._last = None
 
     forget()
     yield
@@ -1036,7 +1036,7 @@ def test_a_thread_need_not_wait_for_the_stream_of_another(llm: LLM) -> None:
 @pytest.mark.usefixtures("no_kept_model", "same_kernels")
 def test_generate_keeps_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[LLM] = []
-    monkeypatch.setattr(infer.kept, "load", _recording(infer.load, loaded))
+    monkeypatch.setattr(infer.shortcuts, "load", _recording(infer.load, loaded))
     assert infer.generate(DEMO, COUNT).text == COUNTED
     assert infer.generate(DEMO, COUNT, max_tokens=5, progress=False).completion_tokens == 5
     chunks = infer.stream(DEMO, COUNT)
@@ -1063,7 +1063,7 @@ def _recording(load: Callable[..., LLM], loaded: list[LLM]) -> Callable[..., LLM
 def test_a_kept_model_that_is_in_use_stays(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     """While a second one is loaded, in another thread: until its answer is done."""
     loaded: list[LLM] = []
-    monkeypatch.setattr(infer.kept, "load", _recording(infer.load, loaded))
+    monkeypatch.setattr(infer.shortcuts, "load", _recording(infer.load, loaded))
     stream = infer.stream(DEMO, COUNT)
     first = next(stream).text
     in_a_thread(lambda: infer.generate(DEMO, COUNT, context=200, max_tokens=5))
@@ -1098,7 +1098,7 @@ def test_two_threads_generate_with_two_models() -> None:
 
 @pytest.mark.usefixtures("no_kept_model")
 def test_generate_takes_a_model_of_yours(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infer.kept, "load", forbidden)
+    monkeypatch.setattr(infer.shortcuts, "load", forbidden)
     assert infer.generate(llm, COUNT).text == COUNTED
     with pytest.raises(infer.RequestError, match="go to load"):
         infer.generate(llm, COUNT, context=100)
@@ -1116,8 +1116,8 @@ def test_a_quantised_model_answers_nearly_as_before(
 ) -> None:
     ids = llm.encode(llm.generate(STORY, max_tokens=50).text)
     assert infer.generate(DEMO, COUNT, quantize=quantize).text == COUNTED
-    assert infer.kept._last is not None
-    quantized = infer.kept._last.llm
+    assert infer.shortcuts._last is not None
+    quantized = infer.shortcuts._last.llm
     exact, got = (
         logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         for logits in (model.logits(ids).astype(np.float64) for model in (llm, quantized))

@@ -30,7 +30,7 @@ from test_gguf import Kind, converted
 from test_packing import as_floats, e4m3_packed, loaded, save, shape_of
 
 import infer
-import infer.kept
+import infer.shortcuts
 from infer.bench import run as bench
 from infer.bench.measure import weight_bytes_per_token
 from infer.bench.report import BenchReport
@@ -884,6 +884,6 @@ def test_generate_in_one_call(demo_adapter: Path, expected: str) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     result = infer.generate(DEMO, messages, adapter=demo_adapter, context=256, max_tokens=TOKENS)
     assert result.text == expected
-    assert infer.kept._last is not None
-    infer.kept._last.llm.close()
-    infer.kept._last = None
+    assert infer.shortcuts._last is not None
+    infer.shortcuts._last.llm.close()
+    infer.shortcuts._last = None

@@ -30,6 +30,7 @@ from typer.testing import CliRunner
 import infer
 import infer.engine.scheduler
 from infer import LLM, InferError, RequestError
+from infer.chat_answers import Reading
 from infer.cli.app import app
 from infer.engine.answers import Answer
 from infer.engine.constraint import (
@@ -45,7 +46,6 @@ from infer.engine.token_engine import Step
 from infer.hub import DEMO
 from infer.kernels.errors import UnsupportedError
 from infer.kernels.state.kv_cache import PAGE
-from infer.reading import Reading
 from infer.sampling import SamplingParams
 from infer.text.detokenizer import StreamingDetokenizer
 from infer.text.folder_tokenizer import folder_tokenizer

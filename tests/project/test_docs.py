@@ -23,7 +23,7 @@ import typer.main
 from typer.testing import CliRunner
 
 import infer
-import infer.kept
+import infer.shortcuts
 from infer import LLM
 from infer.cli.app import app
 from infer.engine.engine import Engine
@@ -88,9 +88,9 @@ def examples(language: str, *documents: str) -> list[Any]:
 def no_kept_model() -> Iterator[None]:
     """An example may leave the model that module-level generate keeps."""
     yield
-    if infer.kept._last is not None:
-        infer.kept._last.llm.close()
-        infer.kept._last = None
+    if infer.shortcuts._last is not None:
+        infer.shortcuts._last.llm.close()
+        infer.shortcuts._last = None
 
 
 @pytest.mark.usefixtures("no_kept_model", "same_kernels")

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 
 import infer.text.pieces
 import infer.text.tokenizer
-from infer.foreign import foreign
+from infer.boundaries import foreign
 from infer.kernels.errors import RequestError, TokenizerError
 from infer.text.detokenizer import CONTEXT, StopStrings, StreamingDetokenizer
 from infer.text.folder_tokenizer import folder_tokenizer

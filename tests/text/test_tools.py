@@ -18,8 +18,8 @@ import pytest
 from families import demo_tokenizer
 
 from infer import RequestError
+from infer.chat_answers import Reading
 from infer.engine.constraint import Constraint, Constraints
-from infer.reading import Reading
 from infer.sampling import SamplingParams
 from infer.text.answer import AnswerParser, AnswerStyle, answer_style
 from infer.text.answer_reader import Pieces

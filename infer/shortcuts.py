@@ -12,7 +12,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from infer.foreign import checked
+from infer.boundaries import checked
 from infer.kernels.errors import RequestError
 from infer.keywords import LOAD_NAMES, EmbedOptions, LoadOptions, Options, show_options
 from infer.llm import (
