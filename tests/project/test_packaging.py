@@ -198,7 +198,6 @@ def installed_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 PROGRAM = """\
-import places
 import infer
 
 reveal_type(infer.load)
