@@ -155,13 +155,17 @@ def generate(
 
 def _told(answers: Answers) -> str:
     """Returns the log's text about the answers to a request: the tokens of all answers together,
-    and the longest of each of their times."""
+    and the longest of each of their times. Times are known once a token has come."""
     prompts, times = answers.of_prompts, [each.timings for each in answers.results]
-    return (
+    made = sum(each.completion_tokens for each in answers.results)
+    tokens = (
         f"{sum(each.prompt_tokens for each in prompts)} tokens in, "
-        f"{sum(each.timings.reused_tokens for each in prompts)} of them cached, "
-        f"{sum(each.completion_tokens for each in answers.results)} out; "
-        f"queue {max(each.queue_seconds for each in times):.3f}s, "
+        f"{sum(each.timings.reused_tokens for each in prompts)} of them cached, {made} out; "
+    )
+    if not made:
+        return f"{tokens}no token was generated"
+    return (
+        f"{tokens}queue {max(each.queue_seconds for each in times):.3f}s, "
         f"prefill {max(each.prefill_seconds - each.queue_seconds for each in times):.3f}s, "
         f"decode {max(each.decode_seconds for each in times):.3f}s"
     )

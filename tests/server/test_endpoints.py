@@ -919,6 +919,17 @@ def test_the_log_tells_of_tokens_and_times(
         assert float(whole) >= max(float(queue), float(prefill), float(decode)) - 0.002 > -0.002
 
 
+def test_the_log_tells_no_times_of_what_was_not_generated(
+    llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = Service(LLMClient(llm), ServerOptions())
+    with caplog.at_level(logging.INFO, "infer"), serving(service) as address:
+        body = {"prompt": STORY, "max_tokens": 0, "echo": True}
+        assert ask(address, COMPLETIONS, body)[0].status == 200
+    (line,) = caplog.messages
+    assert line.endswith(" 0 of them cached, 0 out; no token was generated")
+
+
 # The documents
 
 
